@@ -1,0 +1,32 @@
+"""Fixtures for all tests: where the shared developer material is, and hypothesis profiles."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+ROOT = Path(__file__).resolve().parent.parent
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+settings.register_profile("local", deadline=None, max_examples=25, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("ci", parent=settings.get_profile("local"), derandomize=True)
+settings.load_profile("ci" if os.environ.get("CI") == "true" else "local")
+
+
+def missing(what: str) -> None:
+    """Skip on a developer's machine, fail in CI: a part that CI must have is absent."""
+    if os.environ.get("CI") == "true":
+        pytest.fail(f"{what} is required when CI=true")
+    pytest.skip(f"{what} is not here")
+
+
+@pytest.fixture(scope="session")
+def shared() -> Path:
+    """The folder of developer material (public data, seeds, corpus), from ISOLOSS_SHARED, default ``../shared``."""
+    path = Path(os.environ.get("ISOLOSS_SHARED", ROOT.parent / "shared"))
+    if not path.is_dir():
+        missing(f"the shared folder {path}")
+    return path

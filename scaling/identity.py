@@ -1,0 +1,69 @@
+"""The run key: a versioned hash of what determines a run's result.
+
+After ``config`` in the flow. A run folder is named by it, sweeps are reconciled by it, MLflow runs are found by it. Paths, hardware
+and labels do not count; they are named one by one in ``EXCLUDED``, so that a new field counts unless somebody decides otherwise.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any, Final
+
+from scaling.config.tree import RunConfig, flatten, to_dict
+
+VERSION: Final = 1  # raise it whenever the meaning of a key or of a default changes
+
+EXCLUDED: Final = frozenset(
+    {
+        "model.size",
+        "data.path",
+        "data.micro_batch_size",
+        "schedule.tokens_per_parameter",
+        "schedule.parameters",
+        "schedule.warmup_fraction",
+        "evaluation.batch_size",
+        "run.name",
+        "run.sweep",
+        "run.out",
+        "run.log_every_steps",
+        "run.checkpoint_every_steps",
+        "run.checkpoint_every_minutes",
+        "run.keep_checkpoints",
+        "run.permanent_every_steps",
+        "run.device",
+        "run.threads",
+        "run.compile",
+        "run.parallel",
+        "run.activation_checkpointing",
+        "run.deterministic",
+    }
+)
+
+KEY_HEX: Final = 16
+
+
+def canonical(config: RunConfig) -> dict[str, Any]:
+    """Flat mapping of every value that counts towards identity, dotted key -> JSON-able value, sorted by key."""
+    flat = flatten(to_dict(config))
+    return {key: flat[key] for key in sorted(flat) if key not in EXCLUDED}
+
+
+def run_key(config: RunConfig) -> str:
+    """Sixteen hex digits of SHA-256 over the format version and the canonical configuration.
+
+    The configuration must be resolved (``scaling.resolve.resolve``): a key of an unresolved one would not be the key of
+    the run that it becomes.
+    """
+    assert config.schedule.steps is not None and config.schedule.warmup_steps is not None, "resolve the config first"
+    text = json.dumps([VERSION, canonical(config)], sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    return hashlib.sha256(text.encode("ascii")).hexdigest()[:KEY_HEX]
+
+
+def label(config: RunConfig) -> str:
+    """A name that a person can read: size, method (with heads), learning rate, seed."""
+    residual = config.model.residual
+    heads = getattr(residual, "heads", None)
+    size = config.model.size or f"d{config.model.d_model}-L{config.model.num_layers}"
+    method = residual.method + (f"-h{heads}" if heads is not None else "")
+    return f"{size}-{method}-kv{config.model.num_kv_heads}-lr{config.optimizer.lr:g}-s{config.run.seed}"
