@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import stats
 
-from scaling.analysis.certify import Fitted, gauss_newton
+from scaling.analysis.certify import Fitted
 from scaling.analysis.model import bind
 from scaling.analysis.result import Interval
 from scaling.analysis.robust import curvature, huber, slope
@@ -165,8 +165,10 @@ def covariance(fitted: Fitted, clusters: Sequence[object] | None = None) -> Floa
     if not fitted.goal.log:
         jacobian = jacobian * (fitted.y_n - r)[:, None]
     jacobian = jacobian[:, free]
-    bread = gauss_newton(fitted.model, fitted.phi_P, w, log=fitted.goal.log)[np.ix_(free, free)]
-    bread = bread * _mean_curvature(fitted)
+    local = _row_curvature(fitted)
+    if fitted.df < ROBUST_DF:
+        local = np.full_like(local, _mean_curvature(fitted))
+    bread = (jacobian * (w * local)[:, None]).T @ jacobian
     scores = (w * _push(fitted))[:, None] * jacobian
     count = len(r)
     if clusters is None and fitted.df >= ROBUST_DF:
@@ -284,20 +286,23 @@ def _push(fitted: Fitted) -> Floats:
     return slope(fitted.residual_n, fitted.delta)
 
 
-def _mean_curvature(fitted: Fitted) -> float:
-    """Mean second derivative of the loss, smoothed over a bandwidth where few residuals lie inside delta."""
+def _row_curvature(fitted: Fitted) -> Floats:
+    """Second derivative of the loss at each row, smoothed over a bandwidth wider than delta (Powell's sandwich)."""
+    r = fitted.residual_n
     if fitted.goal.loss == "l2":
-        return 1.0
-    size = np.abs(fitted.residual_n)
-    w = fitted.w_n / np.sum(fitted.w_n)
-    bandwidth = 1.06 * float(np.median(size)) * 1.4826 * len(size) ** -0.2
+        return np.ones_like(r)
+    size = np.abs(r)
+    bandwidth = max(1.06 * 1.4826 * float(np.median(size)) * len(size) ** -0.2, 1e-300)
     if fitted.goal.loss == "l1":
-        wide = max(bandwidth, float(np.sort(size)[min(len(fitted.phi_P) + 1, len(size) - 1)]), 1e-300)
-        return max(float(np.sum(w[size <= wide])) / wide, 1e-300)
-    delta = fitted.delta
-    if delta >= bandwidth:
-        return max(float(np.sum(w * curvature(size, delta))), 1e-3)
-    return max(float(np.sum(w[size <= bandwidth])) * delta / bandwidth, 1e-6)
+        wide = max(bandwidth, float(np.sort(size)[min(len(fitted.phi_P) + 1, len(size) - 1)]))
+        return (size <= wide) / wide
+    wide = max(fitted.delta, bandwidth)
+    return curvature(size, wide) * (fitted.delta / wide)
+
+
+def _mean_curvature(fitted: Fitted) -> float:
+    """Weighted mean of `_row_curvature`, at least a small number."""
+    return max(float(np.sum(fitted.w_n * _row_curvature(fitted)) / np.sum(fitted.w_n)), 1e-6)
 
 
 def _log_parameters(fitted: Fitted) -> NDArray[np.bool_]:
