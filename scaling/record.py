@@ -10,7 +10,7 @@ start fast. Layout, under ``<out>/<run key>/``:
 ``checkpoints/``            owned by ``scaling.checkpoint``
 ``evaluations/``            per-sequence losses of the held-out set by step (``step-00001000.npz``)
 ``end.json``                the end record, written atomically when the run is over, whatever the way
-``lease.json``              who writes here now; owned by ``scaling.sweeps.lease``
+``lease.json``              who writes here now; owned by ``scaling.lease``
 ==========================  =============================================================================================
 
 NaN and infinities are kept in journals as the words ``"nan"``, ``"inf"``, ``"-inf"`` (JSON has none).
@@ -178,9 +178,7 @@ class RunFolder:
             for line in read_lines(self.journal(attempt.attempt)):
                 if cut is None or line["step"] <= cut:
                     metrics = {name: float(value) for name, value in line["metrics"].items()}
-                    yield Point(
-                        step=line["step"], time_ms=line["time_ms"], metrics=metrics, attempt=attempt.attempt
-                    )
+                    yield Point(step=line["step"], time_ms=line["time_ms"], metrics=metrics, attempt=attempt.attempt)
 
     def end(self) -> EndRecord | None:
         """The end record, or ``None`` while the run is not over."""

@@ -69,18 +69,20 @@ def _construct(loader: yaml.SafeLoader, node: yaml.Node, path: str, lines: dict[
     if isinstance(node, yaml.MappingNode):
         mapping: dict[str, Any] = {}
         for key_node, value_node in node.value:
-            key = loader.construct_object(key_node, deep=True)  # type: ignore[no-untyped-call]
+            key = loader.construct_object(key_node, deep=True)
             line = key_node.start_mark.line + 1
             name = str(key)
             inner = f"{path}.{name}" if path else name
             if name in mapping:
-                raise ConfigError(f"{source}:{line}: key {inner!r} appears twice (first on line {lines[inner]}); keep one")
+                raise ConfigError(
+                    f"{source}:{line}: key {inner!r} appears twice (first on line {lines[inner]}); keep one"
+                )
             lines[inner] = line
             mapping[name] = _construct(loader, value_node, inner, lines, source)
         return mapping
     if isinstance(node, yaml.SequenceNode):
         return [_construct(loader, item, f"{path}[{i}]", lines, source) for i, item in enumerate(node.value)]
-    return loader.construct_object(node, deep=True)  # type: ignore[no-untyped-call]
+    return loader.construct_object(node, deep=True)
 
 
 def read_yaml(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
@@ -98,7 +100,7 @@ def read_yaml(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
 
 def apply_settings(tree: dict[str, Any], settings: Sequence[str]) -> dict[str, Any]:
     """Return ``tree`` with each ``dotted.key=value`` applied; values are YAML scalars or flow collections."""
-    merged = _copy(tree)
+    merged: dict[str, Any] = _copy(tree)
     for setting in settings:
         key, sign, text = setting.partition("=")
         if not sign or not key.strip():
