@@ -1,8 +1,8 @@
 """Exceptions that a user can cause, first module of the flow: everything imports from here, it imports nothing.
 
-Each is a ``ValueError`` whose text is one line: what is wrong, where, what is allowed, what to do next. The command line
-prints that line and exits with the class's ``exit_code``; a programmer's mistake stays an ``AssertionError`` or a
-traceback.
+Each is a ``ValueError`` whose text is one line: what is wrong, where, what is allowed, what to do next. The command
+line prints that line and exits with the class's ``exit_code``; a programmer's mistake stays an ``AssertionError`` or
+a traceback.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The run key: a versioned hash of what determines a run's result.
 
-After ``config`` in the flow. A run folder is named by it, sweeps are reconciled by it, MLflow runs are found by it. Paths, hardware
-and labels do not count; they are named one by one in ``EXCLUDED``, so that a new field counts unless somebody decides otherwise.
+After ``config`` in the flow. A run folder is named by it, sweeps are reconciled by it, MLflow runs are found by it.
+Paths, hardware and labels do not count; they are named one by one in ``EXCLUDED``, so that a new field counts unless
+somebody decides otherwise.
 """
 
 from __future__ import annotations

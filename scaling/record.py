@@ -3,7 +3,7 @@
 The trainer writes it; the syncer, the status table and the ingester read it. Standard library only, so that all of them
 start fast. Layout, under ``<out>/<run key>/``:
 
-==========================  =============================================================================================
+==========================  ===========================================================================================
 ``config.json``             the resolved configuration, its key and format version; written once, never changed
 ``attempts.jsonl``          one line an attempt: number, host, pid, job, start time, step it resumed from, environment
 ``metrics-0001.jsonl``      journal of attempt 1: ``{"step": 10, "time_ms": ..., "metrics": {"train/loss": ...}}``
@@ -11,7 +11,7 @@ start fast. Layout, under ``<out>/<run key>/``:
 ``evaluations/``            per-sequence losses of the held-out set by step (``step-00001000.npz``)
 ``end.json``                the end record, written atomically when the run is over, whatever the way
 ``lease.json``              who writes here now; owned by ``scaling.lease``
-==========================  =============================================================================================
+==========================  ===========================================================================================
 
 NaN and infinities are kept in journals as the words ``"nan"``, ``"inf"``, ``"-inf"`` (JSON has none).
 """
@@ -67,7 +67,7 @@ class Point:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EndRecord:
-    """How a run ended. ``final`` holds its last metrics and totals; ``reason`` is one line for anything but ``done``."""
+    """How a run ended. ``final`` holds its last metrics; ``reason`` is one line unless ``done``."""
 
     status: EndStatus
     step: int

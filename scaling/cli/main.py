@@ -18,6 +18,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     add_completion=False,
+    rich_markup_mode=None,  # plain help: importing rich costs more than half of the start-up budget
 )
 
 NOUNS = ("data", "model", "sweep", "runs", "fit", "compare", "noise", "report", "probe", "bench")

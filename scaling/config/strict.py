@@ -1,7 +1,7 @@
 """Strict loading: YAML and ``--set key=value`` into the frozen tree, or one line saying what is wrong and where.
 
-Unknown keys name the nearest valid one; duplicate keys and tabs are refused with their line; numbers are not guessed from
-strings, except that ``1e-3`` is a number (YAML 1.1 calls it text).
+Unknown keys name the nearest valid one; duplicate keys and tabs are refused with their line; numbers are not guessed
+from strings, except that ``1e-3`` is a number (YAML 1.1 calls it text).
 """
 
 from __future__ import annotations
