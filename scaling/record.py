@@ -18,6 +18,7 @@ NaN and infinities are kept in journals as the words ``"nan"``, ``"inf"``, ``"-i
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -105,7 +106,8 @@ def write_atomically(path: Path, text: str) -> None:
             os.fsync(file.fileno())
         os.replace(beside, path)
     except OSError as error:
-        beside.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            beside.unlink()
         raise RecordError(f"{path}: cannot be written ({error.strerror}); free space or choose another --out") from None
 
 
