@@ -135,7 +135,7 @@ def _canonical(tree: dict[str, Any], places: dict[str, str], source: str) -> Doc
             continue
         renamed: dict[str, Any] = {}
         for key, value in grid.items():
-            path = ALIASES.get(key, key)
+            path = ALIASES.get(str(key), str(key))
             place = places.get(f"{prefix}grid.{key}", source)
             if path in renamed:
                 raise GridError(f"{place}: the axis {path} is there twice, once as {key!r}; keep one")
