@@ -78,6 +78,4 @@ def count_flops(config: ModelConfig, seq_len: int, *, causal: bool = True) -> Fl
         groups["experts"] = sparse_layers * 6 * d * moe.d_expert * (moe.num_shared_experts + moe.top_k)
         groups["router"] = sparse_layers * 2 * d * moe.num_experts
     count = count_parameters(config)
-    return FlopCount(
-        groups=groups, six_nd=6.0 * count.activated_non_embedding, six_nd_total=6.0 * count.activated
-    )
+    return FlopCount(groups=groups, six_nd=6.0 * count.activated_non_embedding, six_nd_total=6.0 * count.activated)

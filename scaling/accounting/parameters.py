@@ -49,7 +49,7 @@ def count_parameters(config: ModelConfig) -> ParameterCount:
 
     >>> from scaling.config.ladder import shape
     >>> count_parameters(ModelConfig(**shape("100m"))).total
-    115555840
+    115554304
     """
     d, layers, head_dim = config.d_model, config.num_layers, config.attention_head_dim
     cost = residual_cost(config)
