@@ -1,7 +1,8 @@
-"""From a sweep's file to its runs: configuration, key, cost in parameters, tokens, FLOPs and bytes, and what is there already.
+"""From a sweep's file to its runs: configuration, key, cost in parameters, tokens, FLOPs and bytes.
 
-After ``spec`` in the flow; everything later (``local``, ``submit``, ``status``) works on the ``Plan``. No torch: ten thousand
-runs are planned in under two seconds, because sections of the configuration that many runs share are built once.
+After ``spec`` in the flow; everything later (``local``, ``submit``, ``status``) works on the ``Plan``. No torch: ten
+thousand runs are planned in under two seconds, because sections of the configuration that many runs share are built
+once.
 """
 
 from __future__ import annotations
@@ -142,6 +143,12 @@ class _Builder:
              config.run.activation_checkpointing, config.run.parallel),
             lambda: estimate_memory(config),
         )  # fmt: skip
+        resources = self.block.resources_for(chosen)
+        if resources.distributed and config.run.parallel == "none":
+            raise ConfigError(
+                f"{self.spec.source}: resources gpus={resources.gpus} nodes={resources.nodes} train one run on several "
+                "devices, but run.parallel=none; set base.run.parallel to ddp or fsdp2, or gpus: 1"
+            )
         assert config.schedule.steps is not None
         tokens = config.schedule.steps * data.tokens_per_step
         return PlannedRun(
@@ -150,7 +157,7 @@ class _Builder:
             block=self.block.name,
             assignment=chosen,
             config=config,
-            resources=self.block.resources_for(chosen),
+            resources=resources,
             parameters=counts.total,
             parameters_non_embedding=counts.non_embedding,
             tokens=tokens,
@@ -196,7 +203,9 @@ class _Builder:
         if id(section) not in self.texts:
             flat = flatten({name: to_dict(section)})
             counted = {path: flat[path] for path in sorted(flat) if path not in EXCLUDED}
-            self.texts[id(section)] = json.dumps(counted, sort_keys=True, separators=(",", ":"), ensure_ascii=True)[1:-1]
+            self.texts[id(section)] = json.dumps(counted, sort_keys=True, separators=(",", ":"), ensure_ascii=True)[
+                1:-1
+            ]
             self.kept.append(section)
         return self.texts[id(section)]
 
