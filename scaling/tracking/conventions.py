@@ -1,7 +1,7 @@
 """How a run folder looks in MLflow: name, parameters, tags, status, dataset, description.
 
-Between ``scaling.record`` (the folder) and the syncer (which writes what is said here) or the ingester (which reads folders through the
-same functions, so that a table from folders equals one from a store). Standard library only.
+Between ``scaling.record`` (the folder) and the syncer (which writes what is said here) or the ingester (which reads
+folders through the same functions, so that a table from folders equals one from a store). Standard library only.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -33,6 +34,8 @@ STORE_STATUS: Final[dict[str, str]] = {
     "failed": "FAILED",
     "cancelled": "KILLED",
 }
+CURVES: Final = ("train/loss", "val/loss")  # what the curve hash is made of
+CURVE_HEX: Final = 16
 TERMINAL: Final = frozenset({"done", "diverged", "failed", "cancelled"})
 
 
@@ -51,7 +54,6 @@ class RunView:
 
     key: str
     name: str
-    sweep: str | None
     params: Mapping[str, str]
     tags: Mapping[str, str]
     standing: Standing
@@ -59,15 +61,16 @@ class RunView:
     dataset: Mapping[str, str] | None
 
 
-def view(folder: RunFolder, standing: Standing, *, curve: str = "") -> RunView:
-    """Read a folder's configuration, attempts and end record into a ``RunView``.
-
-    Raises
-    ------
-    RecordError
-        If the configuration or end record is missing or damaged.
-    """
-    config, attempts, end = folder.config(), folder.attempts(), folder.end()
+def view(
+    folder: RunFolder,
+    *,
+    config: RunConfig,
+    attempts: Sequence[Attempt],
+    end: EndRecord | None,
+    standing: Standing,
+    curve: str = "",
+) -> RunView:
+    """What MLflow is to show of a folder whose files hold these."""
     started_ms = attempts[0].started_ms if attempts else int((folder.path / "config.json").stat().st_mtime * 1000)
     name = config.run.name or label(config)
     tags = _tags(folder, config, attempts, end, standing)
@@ -76,7 +79,6 @@ def view(folder: RunFolder, standing: Standing, *, curve: str = "") -> RunView:
     return RunView(
         key=folder.key,
         name=name,
-        sweep=config.run.sweep,
         params=params(to_dict(config)),
         tags={store_name(key): clip(value, MAX_TAG) for key, value in tags.items()},
         standing=standing,
@@ -130,17 +132,20 @@ def last_values(points: Iterable[Point]) -> dict[str, tuple[int, int, float]]:
 
 
 def curve_hash(curves: Mapping[str, Sequence[tuple[int, float]]]) -> str:
-    """Sixteen hex digits over the (step, value) curves of ``train/loss`` and ``val/loss``; empty where there is neither.
+    """Sixteen hex digits over the (step, value) curves of ``train/loss`` and ``val/loss``; empty without any.
 
     Copies of one run share it, whatever their names, times and places.
     """
     digest = hashlib.sha256()
     found = False
-    for name in ("train/loss", "val/loss"):
-        for step, value in sorted(curves.get(name, ()), key=lambda pair: pair[0]):
+    for name in CURVES:
+        pairs = sorted(curves.get(name, ()), key=lambda pair: pair[0])
+        if pairs:
             found = True
-            digest.update(f"{name}:{step}:{value!r};".encode())
-    return digest.hexdigest()[:16] if found else ""
+            digest.update(name.encode())
+            digest.update(struct.pack(f"<{len(pairs)}q", *(step for step, _ in pairs)))
+            digest.update(struct.pack(f"<{len(pairs)}d", *(value for _, value in pairs)))
+    return digest.hexdigest()[:CURVE_HEX] if found else ""
 
 
 def sweep_key(sweep: str) -> str:

@@ -1,6 +1,7 @@
 """New journal lines of a run folder since the last look, what a resume made void left out.
 
-Between ``scaling.record`` (which writes journals) and the syncer: the same rules as ``RunFolder.points``, but from a byte offset on.
+Between ``scaling.record`` (which writes journals) and the syncer: the same rules as ``RunFolder.points``, but from a
+byte offset on.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from scaling.record import ATTEMPTS, CONFIG, END, Attempt, Point, RunFolder
+from scaling.tracking.metrics import store_name
 
 READ_BYTES = 4 << 20  # one bite of a journal, so that a long one does not fill memory
 
@@ -28,9 +30,7 @@ class Piece:
 
 def cuts(attempts: Sequence[Attempt]) -> list[int | None]:
     """For each attempt the last step that still counts: the lowest step that a later attempt resumed from."""
-    return [
-        min((later.resumed_from_step for later in attempts[i + 1 :]), default=None) for i in range(len(attempts))
-    ]
+    return [min((later.resumed_from_step for later in attempts[i + 1 :]), default=None) for i in range(len(attempts))]
 
 
 def new_pieces(folder: RunFolder, attempts: Sequence[Attempt], offsets: Mapping[str, int]) -> Iterator[Piece]:
@@ -42,7 +42,9 @@ def new_pieces(folder: RunFolder, attempts: Sequence[Attempt], offsets: Mapping[
                 yield Piece(journal=path.name, end=end, point=_point(line, attempt.attempt))
 
 
-def void_values(folder: RunFolder, attempts: Sequence[Attempt], offsets: Mapping[str, int]) -> dict[tuple[int, str], float]:
+def void_values(
+    folder: RunFolder, attempts: Sequence[Attempt], offsets: Mapping[str, int]
+) -> dict[tuple[int, str], float]:
     """(step, name) -> value of points that lie before ``offsets`` but that a resume made void."""
     void: dict[tuple[int, str], float] = {}
     for attempt, cut in zip(attempts, cuts(attempts), strict=True):
@@ -58,8 +60,16 @@ def void_values(folder: RunFolder, attempts: Sequence[Attempt], offsets: Mapping
     return void
 
 
+def journal_names(folder: RunFolder, attempts: Sequence[Attempt]) -> list[str]:
+    """Names of all metrics in a folder's journals, as a store spells them."""
+    journals = [folder.journal(attempt.attempt) for attempt in attempts]
+    return sorted(
+        {store_name(name) for path in journals for _, line in lines_from(path, 0) for name in line["metrics"]}
+    )
+
+
 def lines_from(path: Path, offset: int) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Whole JSON lines behind ``offset`` with the offset behind each; a torn last line waits, a torn inner one is skipped."""
+    """Whole JSON lines behind ``offset``, the offset behind each; a torn last line waits, a torn inner one is left out."""
     try:
         file = path.open("rb")
     except FileNotFoundError:

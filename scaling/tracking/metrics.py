@@ -1,7 +1,7 @@
 """Every metric's name, unit and meaning, in one table: the trainer journals under these names, MLflow shows them.
 
-First module of ``scaling.tracking``. Names are ``prefix/name``, so that MLflow's charts group by prefix. Tokens and FLOPs are metrics
-at the same steps as the losses, so that an axis can be changed without joining by time.
+First module of ``scaling.tracking``. Names are ``prefix/name``, so that MLflow's charts group by prefix. Tokens and
+FLOPs are metrics at the same steps as the losses, so that an axis can be changed without joining by time.
 """
 
 from __future__ import annotations

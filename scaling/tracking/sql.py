@@ -1,7 +1,7 @@
 """A sqlite file or PostgreSQL database as an MLflow store, written through MLflow's own client.
 
-One of the two implementations of ``store.Store``. MLflow (seconds to import) is imported when a store is opened, in the syncing process
-only. Two things MLflow has no call for are plain SQL: deleting what a resume made void, and ANALYZE.
+One of the two implementations of ``store.Store``. MLflow (seconds to import) is imported when a store is opened, in the
+syncing process only. Two things MLflow has no call for are plain SQL: deleting what a resume made void, and ANALYZE.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ _ANALYZE_EVERY_S: Final = 600.0
 
 class SqlStore:
     """See ``store.Store``."""
+
+    deletes = True
 
     def __init__(self, uri: str, *, artifacts: Path) -> None:
         self.uri = uri
@@ -69,7 +71,8 @@ class SqlStore:
 
         query = text(
             "SELECT r.run_uuid, k.value, r.status, r.lifecycle_stage, r.start_time, f.value FROM tags k "
-            "JOIN runs r ON r.run_uuid = k.run_uuid LEFT JOIN tags f ON f.run_uuid = k.run_uuid AND f.key = 'run_folder' "
+            "JOIN runs r ON r.run_uuid = k.run_uuid "
+            "LEFT JOIN tags f ON f.run_uuid = k.run_uuid AND f.key = 'run_folder' "
             "WHERE k.key = 'run_key' AND r.experiment_id = :experiment AND k.value IN :keys ORDER BY r.start_time"
         ).bindparams(bindparam("keys", expanding=True))
         found: list[StoredRun] = []
@@ -155,7 +158,7 @@ class SqlStore:
         with self._translated():
             self._client.log_artifact(run_id, str(path), folder or None)
 
-    def supersede(self, run_id: str, names: Sequence[str], after_step: int) -> bool:
+    def supersede(self, run_id: str, names: Sequence[str], after_step: int) -> None:
         from sqlalchemy import bindparam, text
 
         values = {"run": run_id, "step": after_step, "names": list(names)}
@@ -172,7 +175,6 @@ class SqlStore:
             latest = {row.key: row for row in connection.execute(text(newest).bindparams(expand), values)}
             for row in latest.values():
                 connection.execute(insert, {**row._mapping, "run": run_id})
-        return True
 
     def delete(self, run_id: str) -> None:
         with self._translated():
@@ -215,7 +217,7 @@ class SqlStore:
 
 
 def import_mlflow() -> Any:
-    """Import MLflow without its telemetry, its import-time deprecation warnings, and Alembic's log of every migration."""
+    """Import MLflow without its telemetry, import-time warnings, and Alembic's log of every migration."""
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
     for name in ("alembic", "mlflow.store.db.utils"):
         logging.getLogger(name).setLevel(logging.WARNING)

@@ -1,7 +1,7 @@
 """What a syncer remembers between rounds, and the lock that keeps it the only writer.
 
-Beside ``syncer`` in the flow. The state is a cache: lost, it is rebuilt from the store (runs are found by their key, batches may be sent
-again). It lives in ``<out>/.tracking/``, one file a store and experiment.
+Beside ``syncer`` in the flow. The state is a cache: lost, it is rebuilt from the store (runs are found by their key,
+batches may be sent again). It lives in ``<out>/.tracking/``, one file a store and experiment.
 """
 
 from __future__ import annotations
@@ -32,12 +32,13 @@ class RunState:
     experiment: str = ""
     sweep: str | None = None
     run_id: str | None = None
+    adopted: bool = False  # found in the store without knowing what was sent of it
     pending_ms: int | None = None  # a create_run was asked for at this time and never answered
     offsets: dict[str, int] = field(default_factory=dict)  # journal's name -> bytes sent
     last_step: int = -1  # highest step sent
     attempts: int = 0  # attempts whose start has been dealt with
-    void_from: int | None = None  # points beyond this step and up to void_to were sent by an attempt that does not count
-    void_to: int = -1
+    void: bool = False  # points that a resume made void were sent and cannot be deleted
+    names: list[str] = field(default_factory=list)  # metrics sent
     doubled: int = 0  # points that a resume measured again with another value, where the store cannot delete
     params: str = ""  # digests of what was last written
     tags: str = ""
@@ -93,7 +94,9 @@ def single_writer(path: Path, *, wait_s: float) -> Iterator[None]:
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     except OSError as error:
-        raise StoreError(f"{path}: cannot be written ({error.strerror}); choose a state folder you may write to") from None
+        raise StoreError(
+            f"{path}: cannot be written ({error.strerror}); choose a state folder you may write to"
+        ) from None
     try:
         deadline = time.monotonic() + wait_s
         while True:

@@ -1,7 +1,7 @@
 """What the syncer needs of an MLflow store, and which of the two implementations an address gets.
 
-``sql`` opens sqlite files and PostgreSQL through MLflow itself; ``rest`` speaks to a server over HTTP without importing MLflow. Both raise
-``StoreUnavailable`` for what may pass (down, slow, full) and ``StoreError`` for what will not.
+``sql`` opens sqlite files and PostgreSQL through MLflow itself; ``rest`` speaks to a server over HTTP without importing
+MLflow. Both raise ``StoreUnavailable`` for what may pass (down, slow, full) and ``StoreError`` for what will not.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ class Store(Protocol):
     """An MLflow store, as far as the syncer writes to it."""
 
     uri: str
+    deletes: bool  # whether ``supersede`` works
 
     def experiment(self, name: str) -> str:
         """Id of the experiment, made where there is none."""
@@ -62,7 +63,7 @@ class Store(Protocol):
         params: Mapping[str, str] | None = None,
         tags: Mapping[str, str] | None = None,
     ) -> None:
-        """Add samples, parameters and tags, in as many requests as the limits ask for; sending again changes nothing."""
+        """Add samples, parameters and tags, in as many requests as it takes; sending again changes nothing."""
 
     def params(self, run_id: str) -> dict[str, str] | None:
         """Parameters that a run has; ``None`` where there is no such run."""
@@ -76,8 +77,8 @@ class Store(Protocol):
     def upload(self, run_id: str, path: Path, folder: str = "") -> None:
         """Copy a file into the run's artifacts."""
 
-    def supersede(self, run_id: str, names: Sequence[str], after_step: int) -> bool:
-        """Delete these metrics' samples beyond a step; ``False`` where the store offers no way."""
+    def supersede(self, run_id: str, names: Sequence[str], after_step: int) -> None:
+        """Delete these metrics' samples beyond a step."""
 
     def delete(self, run_id: str) -> None:
         """Move a run to MLflow's bin."""
