@@ -56,6 +56,10 @@ class StoreError(ScalingError):
     """An MLflow store cannot be reached, is locked, or has an unknown layout."""
 
 
+class StoreUnavailable(StoreError):
+    """An MLflow store does not answer now (down, slow, full, broken); the same request may succeed later."""
+
+
 class ClusterError(ScalingError):
     """Slurm refused a request or cannot be reached."""
 
