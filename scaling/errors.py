@@ -52,6 +52,10 @@ class CheckpointError(ScalingError):
     """A checkpoint is missing, torn, or does not fit the run."""
 
 
+class MemoryShortage(ScalingError):
+    """A run needs more memory than its device has."""
+
+
 class StoreError(ScalingError):
     """An MLflow store cannot be reached, is locked, or has an unknown layout."""
 
