@@ -27,7 +27,6 @@ COLORS: Final = {
 }  # fmt: skip
 
 LIVE_S: Final = 1.0  # between two looks at the run folders while this process trains them
-PLAIN_S: Final = 30.0  # between two lines of progress when piped
 
 
 def number(value: float) -> str:
@@ -185,6 +184,35 @@ class Progress:
                 loss = f" loss {item.look.loss:.4f}" if item.look is not None and item.look.loss is not None else ""
                 self.console.print(f"{item.run.label}: {word}{loss}", highlight=False, soft_wrap=True)
             self.words[key] = word
+
+
+class LiveStatus:
+    """A live status table on standard error; plain counts, when they change, where that is no terminal."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        self.console = console or Console(stderr=True)
+        self.live: Live | None = None
+        self.last = ""
+
+    def __enter__(self) -> LiveStatus:
+        if self.console.is_terminal:
+            self.live = Live(console=self.console, auto_refresh=False)
+            self.live.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.live is not None:
+            self.live.__exit__(kind, error, trace)
+
+    def show(self, now: SweepStatus) -> None:
+        """Show a status."""
+        if self.live is not None:
+            self.live.update(status_table(now, _interesting(now), limit=self.console.size.height - 8), refresh=True)
+        elif (text := f"{now.plan.spec.name}: {_counts(now)}") != self.last:
+            self.console.print(text, highlight=False, soft_wrap=True)
+            self.last = text
 
 
 def _interesting(now: SweepStatus) -> list[RunStatus]:

@@ -8,7 +8,6 @@ comment.
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -55,11 +54,13 @@ class Ledger:
     def array_folder(self, token: str) -> Path:
         return self.folder / ARRAYS / token
 
-    @property
-    def job_name(self) -> str:
-        """One name for all jobs of the sweep, so that one query finds them, and no other sweep's."""
-        where = hashlib.sha256(str(self.folder.resolve()).encode("utf-8")).hexdigest()[:8]
-        return f"{re.sub(r'[^A-Za-z0-9._-]', '-', self.folder.name)}.{where}"
+    def job_name(self, token: str) -> str:
+        """The name of an array's jobs: the sweep's and the token, by which a submit finds what it lost sight of."""
+        return f"{re.sub(r'[^A-Za-z0-9._-]', '-', self.folder.name)}.{token}"
+
+    def job_names(self) -> list[str]:
+        """The names of all jobs that Slurm may know."""
+        return [self.job_name(item.token) for item in self.submissions() if not item.refused]
 
     @contextmanager
     def lock(self) -> Iterator[None]:
@@ -102,13 +103,13 @@ class Ledger:
                 found[token] = replace(found[token], refused=line["message"])
         return list(found.values())
 
-    def jobs(self) -> dict[str, str]:
-        """The array task that each run was last submitted in, as Slurm writes it (``12_3``)."""
+    def jobs(self) -> dict[str, tuple[str, int]]:
+        """For each run the array task it was last submitted in, as Slurm writes it (``12_3``), and when."""
         last = {}
-        for submission in self.submissions():
-            if submission.job_id is not None:
-                for index, keys in enumerate(submission.tasks):
-                    last.update(dict.fromkeys(keys, f"{submission.job_id}_{index}"))
+        for item in self.submissions():
+            if item.job_id is not None:
+                for index, keys in enumerate(item.tasks):
+                    last.update(dict.fromkeys(keys, (f"{item.job_id}_{index}", item.time_ms)))
         return last
 
     def intend(self, token: str, tasks: Sequence[Sequence[str]], settings: Mapping[str, Any]) -> None:

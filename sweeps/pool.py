@@ -100,7 +100,8 @@ class Pool:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.stopped_by is signal.SIGINT and number == signal.SIGINT:
             self._hurry = True
-        self.stopped_by = signal.Signals(number)
+        if self.stopped_by is None:  # the first one says why: USR2 before the limit may be followed by SIGTERM
+            self.stopped_by = signal.Signals(number)
 
     def _feed(self, queue: deque[Request]) -> None:
         for slot in range(len(self.slots)):

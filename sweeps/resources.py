@@ -15,7 +15,7 @@ from scaling.errors import GridError, nearest
 _UNITS_S: Final = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 _UNITS_MIB: Final = {"K": 1 / 1024, "M": 1, "G": 1024, "T": 1024**2}
 
-START_MARGIN_S: Final = 60  # Slurm sends the signal up to a minute early, and Python must have its handler by then
+START_MARGIN_S: Final = 90  # Slurm sends the signal up to a minute early, and Python must have its handler by then
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

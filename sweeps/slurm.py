@@ -40,7 +40,7 @@ class JobView:
     exit_code: str = ""
     elapsed_s: int = 0
     ended: str = ""
-    comment: str = ""
+    name: str = ""
     source: str = "squeue"
 
 
@@ -79,35 +79,35 @@ class Slurm:
             raise ClusterError(f"{command[0]}: {message}")
         return done.stdout
 
-    def queue(self, name: str) -> dict[str, JobView]:
-        """Every job of this name that squeue still knows, by id (``12_3`` for array tasks); one query."""
-        lines = self.text("squeue", "-h", "-a", "-r", "-t", "all", "-u", self.user, "--name", name,
-                          "-o", "%i|%T|%r|%N|%k|%M")  # fmt: skip
+    def queue(self, names: Sequence[str]) -> dict[str, JobView]:
+        """Every job of these names that squeue still knows, by id (``12_3`` for array tasks); one query."""
+        lines = self.text("squeue", "-h", "-a", "-r", "-t", "all", "-u", self.user, "--name", ",".join(names),
+                          "-o", "%i|%T|%r|%N|%j|%M")  # fmt: skip
         views = {}
         for line in lines.splitlines():
-            job, state, reason, node, comment, elapsed = (part.strip() for part in line.split("|", 5))
+            job, state, reason, node, name, elapsed = (part.strip() for part in line.split("|", 5))
             for one in expand_ids(job):
                 views[one] = JobView(
                     job=one,
                     state=state.split()[0],
                     reason="" if reason == "None" else reason,
                     node=node,
-                    comment="" if comment == "(null)" else comment,
+                    name=name,
                     elapsed_s=_elapsed(elapsed),
                 )
         return views
 
-    def history(self, name: str, since: str) -> dict[str, list[JobView]]:
-        """Every record that accounting has of jobs of this name since a date, oldest first; else nothing."""
+    def history(self, names: Sequence[str], since: str) -> dict[str, list[JobView]]:
+        """Every record that accounting has of jobs of these names since a date, oldest first; else nothing."""
         if self.has_sacct is False or (self.has_sacct is None and not self._accounting()):
             self.has_sacct = False
             return {}
         self.has_sacct = True
-        lines = self.text("sacct", "-D", "-X", "-n", "-P", "-u", self.user, "--name", name, "-S", since,
-                          "-o", "JobID,State,Reason,NodeList,ExitCode,ElapsedRaw,End")  # fmt: skip
+        lines = self.text("sacct", "-D", "-X", "-n", "-P", "-u", self.user, "--name", ",".join(names), "-S", since,
+                          "-o", "JobID,State,Reason,NodeList,ExitCode,ElapsedRaw,End,JobName")  # fmt: skip
         views: dict[str, list[JobView]] = {}
         for line in lines.splitlines():
-            job, state, reason, node, exit_code, elapsed, ended = line.split("|", 6)
+            job, state, reason, node, exit_code, elapsed, ended, name = line.split("|", 7)
             for one in expand_ids(job):
                 views.setdefault(one, []).append(
                     JobView(
@@ -118,6 +118,7 @@ class Slurm:
                         exit_code=exit_code,
                         elapsed_s=int(elapsed or 0),
                         ended="" if ended == "Unknown" else ended,
+                        name=name,
                         source="sacct",
                     )
                 )

@@ -58,6 +58,7 @@ def reconcile(
     *,
     alive: bool,
     job: str | None = None,
+    submitted_ms: int = 0,
     queued: JobView | None = None,
     records: Sequence[JobView] = (),
     now_s: float,
@@ -72,8 +73,8 @@ def reconcile(
         Its folder, ``None`` where there is none.
     alive
         Whether a process is known to hold its lease.
-    job
-        The Slurm job (array task) it was last submitted in.
+    job, submitted_ms
+        The Slurm job (array task) it was last submitted in, and when (Unix milliseconds).
     queued, records
         What squeue, and sacct in order of time, say of that job.
     reachable
@@ -93,6 +94,7 @@ def reconcile(
             return _running(look, now_s, stall_s, "", "", "")
         reason = f"interrupted at step {look.step}" if begun else ""
         return RunState(state="planned", reason=reason)
+    begun = begun and (look.started_ms or 0) >= submitted_ms  # in this job, not in one before it
     if view is None:
         if alive:
             return _running(look, now_s, stall_s, "", where, "")

@@ -124,22 +124,22 @@ def status(
     trouble = ""
     if jobs:
         slurm = slurm or Slurm()
-        first_ms = min(item.time_ms for item in ledger.submissions())
+        first_ms = min(time_ms for _, time_ms in jobs.values())
         try:
-            queue = slurm.queue(ledger.job_name)
+            queue = slurm.queue(ledger.job_names())
         except ClusterError as error:
             trouble = str(error)
-        if any(job not in queue or queue[job].state in FINAL for job in jobs.values()):
+        if any(job not in queue or queue[job].state in FINAL for job, _ in jobs.values()):
             try:
                 since = datetime.fromtimestamp(first_ms / 1000 - 86_400).strftime("%Y-%m-%d")
-                records = slurm.history(ledger.job_name, since)
+                records = slurm.history(ledger.job_names(), since)
             except ClusterError as error:
                 trouble = trouble or str(error)
     looks = glance_all(plan.out, [run.key for run in plan.runs])
     now_s = clock()
     rows = []
     for run in plan.runs:
-        look, job = looks.get(run.key), jobs.get(run.key)
+        look, (job, submitted_ms) = looks.get(run.key), jobs.get(run.key, (None, 0))
         queued = queue.get(job) if job else None
         needed = look is not None and look.end is None and look.attempts > 0
         needed = needed and (queued is None or queued.state in FINAL)
@@ -147,6 +147,7 @@ def status(
             look,
             alive=needed and held(plan.out / run.key, now_s),
             job=job,
+            submitted_ms=submitted_ms,
             queued=queued,
             records=records.get(job, ()) if job else (),
             now_s=now_s,
