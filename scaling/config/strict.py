@@ -22,7 +22,7 @@ from scaling.config.tree import RunConfig
 from scaling.errors import ConfigError, nearest
 
 T = TypeVar("T")
-Lines = Mapping[str, int]
+Lines = Mapping[str, int | str]  # dotted path -> line in the source, or "file:line" where several files were merged
 
 
 class _Loader(yaml.SafeLoader):
@@ -37,6 +37,17 @@ _Loader.add_implicit_resolver(
     ),
     list("-+0123456789."),
 )
+
+
+# YAML 1.1 reads 4:00:00 as the number 14400; a time or an address is text here.
+for _first, _resolvers in list(_Loader.yaml_implicit_resolvers.items()):
+    _Loader.yaml_implicit_resolvers[_first] = [
+        (tag, re.compile(r"^[-+]?(?:0|[1-9][0-9_]*|0x[0-9a-fA-F_]+)$"))
+        if tag == "tag:yaml.org,2002:int"
+        else (tag, pattern)
+        for tag, pattern in _resolvers
+        if not (tag == "tag:yaml.org,2002:float" and ":" in pattern.pattern.replace("(?:", ""))
+    ]
 
 
 def parse_yaml(text: str, *, source: str) -> tuple[dict[str, Any], dict[str, int]]:
@@ -181,6 +192,8 @@ def _residual_class(
 
 def _where(path: str, source: str, lines: Lines | None) -> str:
     line = (lines or {}).get(path)
+    if isinstance(line, str):
+        return f"{line}: "
     return f"{source}:{line}: " if line else f"{source}: "
 
 
