@@ -113,7 +113,7 @@ def solve(
     _check_points(model, law, groups)
     goal = make_goal(model, y_n, loss=loss, delta=delta, log=log)
     start = _starts(model, law, x, y_n, w_n, groups)
-    solution = minimise(model, y_n[None], w_n[None], start, goal)
+    solution = minimise(model, y_n[None], w_n[None], start, goal, race=True)
     best = solution.best()
     phi, at_vertex = solution.phi_RP[best], False
     if loss == "l1":
@@ -217,7 +217,7 @@ def _starts(
         low, high = alone.bounds(float(np.min(y_n[rows])))
         goal = Goal(loss="l2", log=True, low_P=low, high_P=high)
         first = alone.to_solver(law.starts(part, y_n[rows], w_n[rows]))
-        found = minimise(alone, y_n[rows][None], w_n[rows][None], first, goal)
+        found = minimise(alone, y_n[rows][None], w_n[rows][None], first, goal, race=True)
         apart.append(alone.from_solver(found.phi_RP[[found.best()]])[0])
     starts = [model.pack(np.array(apart))] + [model.pack(np.repeat(t[None], len(model.rows), axis=0)) for t in together]
     return np.array(starts)

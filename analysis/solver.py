@@ -30,6 +30,10 @@ ROUNDING_TOLERANCE = 3e-14
 # Scaled gradient at which a refit whose next step would gain less than 1e-13 of the objective counts as converged.
 STALL_TOLERANCE = 1e-6
 MAX_ITERATIONS = 200
+# Starts that are still on their way this many steps after another one arrived are given up.
+RACE_ITERATIONS = 40
+# Trial steps may predict anything; raw residuals are capped here so that their squares exist.
+LARGEST_LOG_LOSS = 100.0
 STAGE_ITERATIONS = 8
 STAGE_FACTOR = 10.0
 
@@ -66,7 +70,7 @@ def residuals(model: Model, phi_RP: Floats, y_Rn: Floats, *, log: bool) -> Float
     return np.log(y_Rn) - f_Rn if log else y_Rn - np.exp(f_Rn)
 
 
-def minimise(model: Model, y_Rn: Floats, w_Rn: Floats, start_RP: Floats, goal: Goal, *, warm: bool = False) -> Solution:
+def minimise(model: Model, y_Rn: Floats, w_Rn: Floats, start_RP: Floats, goal: Goal, *, warm: bool = False, race: bool = False) -> Solution:
     """Minimise the goal from each start.
 
     Parameters
@@ -79,13 +83,15 @@ def minimise(model: Model, y_Rn: Floats, w_Rn: Floats, start_RP: Floats, goal: G
         Starts in the solver's units.
     goal
         What to minimise.
+    race
+        Whether the starts compete for one optimum: latecomers are given up.
     warm
         Whether the starts are near the optimum (a resample started from the full fit): fewer deltas are passed through.
     """
     phi = np.clip(start_RP, goal.low_P, goal.high_P)
     delta_R = _deltas(model, phi, y_Rn, w_Rn, goal)
     for scale_R, limit in _stages(model, phi, y_Rn, w_Rn, goal, delta_R, warm=warm):
-        solution = _newton(model, y_Rn, w_Rn, phi, goal, scale_R, limit)
+        solution = _newton(model, y_Rn, w_Rn, phi, goal, scale_R, limit, race=race)
         phi = solution.phi_RP
     return solution
 
@@ -143,7 +149,7 @@ def _stages(
 
 
 def _newton(
-    model: Model, y: Floats, w: Floats, start: Floats, goal: Goal, delta_R: Floats, limit: int
+    model: Model, y: Floats, w: Floats, start: Floats, goal: Goal, delta_R: Floats, limit: int, *, race: bool
 ) -> Solution:
     count, size = start.shape
     phi = start.copy()
@@ -160,8 +166,8 @@ def _newton(
     low = np.broadcast_to(goal.low_P, phi.shape)
     high = np.broadcast_to(goal.high_P, phi.shape)
     state: tuple[Floats, Any] | None = None
-    for _ in range(limit):
-        if live.size == 0:
+    for iteration in range(limit):
+        if live.size == 0 or (race and iteration >= RACE_ITERATIONS and np.any(converged)):
             break
         yl = log_y if shared_y else log_y[live]
         wl = w if shared_w else w[live]
@@ -185,7 +191,7 @@ def _newton(
         yl = log_y if shared_y else log_y[live]
         wl = w if shared_w else w[live]
         f_new, cache_new = model.prepare(trial)
-        r_new = yl - f_new if goal.log else yl - np.exp(np.minimum(f_new, 700.0))
+        r_new = yl - f_new if goal.log else yl - np.exp(np.minimum(f_new, LARGEST_LOG_LOSS))
         there = _sum(wl, r_new, delta_R[live, None])
         gain = here - there
         accepted = gain >= -1e-15 * here
@@ -202,7 +208,7 @@ def _newton(
 
 
 def _raw(y: Floats, f: Floats) -> tuple[Floats, Floats]:
-    predicted = np.exp(np.minimum(f, 700.0))
+    predicted = np.exp(np.minimum(f, LARGEST_LOG_LOSS))
     return y - predicted, predicted
 
 

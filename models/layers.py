@@ -104,11 +104,14 @@ class Attention(nn.Module):
         x_BTD = self.norm(h_BTD)
         return self.attend(self.query(x_BTD), self.key(x_BTD), self.value(x_BTD), context)
 
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.view(*x.shape[:-1], -1, self.head_dim)
+
     def attend(self, query: Tensor, key: Tensor, value: Tensor, context: Context) -> Tensor:
         """Attention over projected queries, keys and values of shape (B, T, heads * C)."""
-        q_BTHC = rotate(self.query_norm(query.unflatten(-1, (-1, self.head_dim))), context)
-        k_BTKC = rotate(self.key_norm(key.unflatten(-1, (-1, self.head_dim))), context)
-        v_BTKC = value.unflatten(-1, (-1, self.head_dim))
+        q_BTHC = rotate(self.query_norm(self._heads(query)), context)
+        k_BTKC = rotate(self.key_norm(self._heads(key)), context)
+        v_BTKC = self._heads(value)
         out_BHTC = F.scaled_dot_product_attention(
             q_BTHC.to(v_BTKC.dtype).transpose(1, 2),
             k_BTKC.to(v_BTKC.dtype).transpose(1, 2),
@@ -117,7 +120,8 @@ class Attention(nn.Module):
             is_causal=context.mask_B1TT is None,
             enable_gqa=self.num_heads != self.num_kv_heads,
         )
-        return self.output(out_BHTC.transpose(1, 2).flatten(-2))
+        out_BTD: Tensor = self.output(out_BHTC.transpose(1, 2).flatten(-2))
+        return out_BTD
 
 
 class SwiGLU(nn.Module):
@@ -133,4 +137,5 @@ class SwiGLU(nn.Module):
 
     def forward(self, h_BTD: Tensor, context: Context) -> Tensor:
         x_BTD = self.norm(h_BTD)
-        return self.down(F.silu(self.gate(x_BTD)) * self.up(x_BTD))
+        out_BTD: Tensor = self.down(F.silu(self.gate(x_BTD)) * self.up(x_BTD))
+        return out_BTD

@@ -9,6 +9,7 @@ Shapes: B batch, T time, D model width, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -70,7 +71,7 @@ class Transformer(nn.Module):
 
     def sublayers(self) -> Iterator[nn.Module]:
         """Attention and feed-forward modules in order: the units to compile, checkpoint or shard."""
-        for layer in self.layers:
+        for layer in cast(list[Layer], self.layers):
             yield layer.attention
             yield layer.mlp
 

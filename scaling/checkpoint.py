@@ -17,23 +17,26 @@ import logging
 import os
 import shutil
 import threading
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load as load_state_dict
+from torch.distributed.checkpoint.state_dict_saver import save as save_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from scaling.distributed import World, local_part
-from scaling.errors import CheckpointError
+from scaling.errors import CheckpointError, LeaseError
 
 logger = logging.getLogger(__name__)
 
@@ -79,14 +82,19 @@ class Checkpoints:
         The processes that save and load together.
     keep
         Number of latest checkpoints kept; permanent ones come on top.
+    guard
+        Called before a checkpoint takes its name; raises where another process has taken the run over.
     """
 
-    def __init__(self, folder: Path, world: World, *, keep: int) -> None:
+    def __init__(self, folder: Path, world: World, *, keep: int, guard: Callable[[], None] = lambda: None) -> None:
         self._folder = folder
         self._world = world
         self._keep = keep
+        self._guard = guard
         self._thread: threading.Thread | None = None
         self._error: str | None = None
+        # a single process is what is meant, not an oversight
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
         # the saving thread's collectives must not mix with the training's
         self._group = dist.new_group(backend="gloo") if world.size > 1 else None
         if world.is_first and folder.exists():
@@ -94,18 +102,9 @@ class Checkpoints:
                 shutil.rmtree(left, ignore_errors=True)
 
     def save(
-        self, step: int, entries: Mapping[str, Entry], progress: Mapping[str, Any], *, permanent: bool = False,
-        wait: bool = False,
+        self, step: int, entries: Mapping[str, Entry], progress: Mapping[str, Any], *, permanent: bool = False
     ) -> None:
-        """Save the state after ``step`` updates: copy it now, write it on a thread.
-
-        A failed write is reported by the next ``wait``.
-
-        Raises
-        ------
-        CheckpointError
-            With ``wait``, if the checkpoint could not be written; what was there before is untouched.
-        """
+        """Save the state after ``step`` updates: copy it now, write it on a thread; ``finish`` tells how that went."""
         self.finish()
         staged = {name: _staged(entry, self._world) for name, entry in entries.items()}
         record = {
@@ -117,18 +116,24 @@ class Checkpoints:
         }
         self._thread = threading.Thread(target=self._write, args=(step, staged, record), name="checkpoint")
         self._thread.start()
-        if wait:
-            self.finish()
-            if self._error is not None:
-                raise CheckpointError(self._error)
 
-    def finish(self) -> None:
-        """Wait for the write that is under way; a failure is logged, training can go on without."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-            if self._error is not None:
-                logger.warning("%s; training goes on from memory", self._error)
+    def finish(self, *, required: bool = False) -> None:
+        """Wait for the write that is under way. A failed one is logged, since training can go on without.
+
+        Raises
+        ------
+        CheckpointError
+            With ``required``, if the checkpoint could not be written; those before it are untouched.
+        """
+        if self._thread is None:
+            return
+        self._thread.join()
+        self._thread = None
+        if self._error is None:
+            return
+        if required:
+            raise CheckpointError(f"{self._error}; free space and run again, it goes on from the checkpoint before")
+        logger.warning("%s; training goes on", self._error)
 
     def latest(self) -> Checkpoint | None:
         """The newest checkpoint that is whole; damaged ones are named in the log and left where they are."""
@@ -146,7 +151,9 @@ class Checkpoints:
         """
         targets = {name: _staged(entry, self._world) for name, entry in entries.items()}
         try:
-            dcp.load(targets, storage_reader=HuggingFaceStorageReader(str(checkpoint.path)), no_dist=self._group is None)
+            load_state_dict(
+                targets, storage_reader=HuggingFaceStorageReader(str(checkpoint.path)), no_dist=self._group is None
+            )
         except (CheckpointException, RuntimeError, ValueError) as error:
             raise CheckpointError(
                 f"{checkpoint.path}: does not fit this run ({_first_line(error)}); remove it to start over"
@@ -184,7 +191,7 @@ class Checkpoints:
         files: dict[str, Any] = {}
         try:
             beside.mkdir(parents=True, exist_ok=True)
-            dcp.save(
+            save_state_dict(
                 staged,
                 storage_writer=HuggingFaceStorageWriter(str(beside), save_distributed=True),
                 process_group=self._group,
@@ -192,7 +199,7 @@ class Checkpoints:
             )
             own = sorted(beside.glob("*.safetensors"))[self._world.rank :: self._world.size]
             files = {path.name: {"bytes": path.stat().st_size, "sha256": _digest(path)} for path in own}
-        except (CheckpointException, OSError, RuntimeError) as error:
+        except (CheckpointException, Exception) as error:  # whatever it is, training can go on, and must say so
             problem = f"{self._folder / name}: checkpoint not written ({_first_line(error)})"
         parts: list[Any] = [(problem, files)]
         if self._group is not None:
@@ -203,10 +210,11 @@ class Checkpoints:
             try:
                 record["files"] = {name: item for _, part in parts for name, item in part.items()}
                 _write_record(beside / COMPLETE, record)
+                self._guard()
                 _replace_folder(beside, self._folder / name)
                 self.prune()
-            except OSError as error:
-                problem = f"{self._folder / name}: checkpoint not written ({error.strerror})"
+            except (OSError, LeaseError) as error:
+                problem = f"{self._folder / name}: checkpoint not written ({_first_line(error)})"
         if problem is not None and self._world.is_first:
             shutil.rmtree(beside, ignore_errors=True)
         self._error = problem
@@ -256,13 +264,15 @@ def load_weights(path: Path, *, average: bool = False) -> dict[str, Tensor]:
         tensors: dict[str, Tensor] = {
             name: torch.empty(item.size, dtype=item.properties.dtype)
             for name, item in metadata.items()
-            if name.startswith(prefix)
+            if name.startswith(prefix) and isinstance(item, TensorStorageMetadata)
         }
         if not tensors:
             raise CheckpointError(f"{folder}: holds no moving average; train with optimizer.ema_decay")
-        dcp.load(tensors, storage_reader=reader, no_dist=True)
+        load_state_dict(tensors, storage_reader=reader, no_dist=True)
         return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
-    raise CheckpointError(f"{path}: no usable checkpoint; give a run folder, a checkpoint's folder or a safetensors file")
+    raise CheckpointError(
+        f"{path}: no usable checkpoint; give a run folder, a checkpoint's folder or a safetensors file"
+    )
 
 
 def _staged(entry: Entry, world: World) -> Tensor:

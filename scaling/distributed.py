@@ -12,15 +12,15 @@ import functools
 import os
 import shutil
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -118,7 +118,8 @@ def join(settings: RunSettings) -> World:
     rank, size, local_rank = _place(settings)
     if size > 1 and settings.parallel == "none":
         raise ConfigError(
-            f"run.parallel=none but {size} processes were launched; set run.parallel=ddp or fsdp2, or launch one process"
+            f"run.parallel=none but {size} processes were launched; "
+            "set run.parallel=ddp or fsdp2, or launch one process"
         )
     device = _device(settings, local_rank)
     if settings.parallel == "none" or (settings.parallel == "ddp" and size == 1):
@@ -128,15 +129,22 @@ def join(settings: RunSettings) -> World:
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     bound = device if device.type == "cuda" else None
     if size == 1:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, device_id=bound)
+        alone = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group(backend, store=alone, rank=0, world_size=1, device_id=bound)
     else:
         dist.init_process_group(backend, rank=rank, world_size=size, device_id=bound)
     return World(rank=rank, size=size, local_rank=local_rank, device=device, joined=True)
 
 
+def sublayers(transformer: nn.Module) -> Iterator[nn.Module]:
+    """The units that repeat: what is compiled, checkpointed and sharded."""
+    units: Iterator[nn.Module] = cast(Any, transformer).sublayers()
+    return units
+
+
 def prepare(transformer: nn.Module, settings: RunSettings) -> None:
     """Add activation checkpointing and compilation to each sublayer, the unit that repeats."""
-    for sublayer in transformer.sublayers():  # type: ignore[operator]
+    for sublayer in sublayers(transformer):
         forward: Callable[..., Any] = sublayer.forward
         if settings.activation_checkpointing == "full":
             forward = functools.partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=False)
@@ -158,7 +166,7 @@ def wrap(module: nn.Module, transformer: nn.Module, settings: RunSettings, world
     if settings.parallel == "fsdp2":
         mesh = init_device_mesh(world.device.type, (world.size,))
         policy = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
-        for sublayer in transformer.sublayers():  # type: ignore[operator]
+        for sublayer in sublayers(transformer):
             fully_shard(sublayer, mesh=mesh, mp_policy=policy)
         fully_shard(module, mesh=mesh, mp_policy=policy)
     return module
@@ -168,7 +176,7 @@ def synchronise_gradients(module: nn.Module, enabled: bool) -> None:
     """Whether the next backward pass sums gradients over processes: only the last micro-batch of a step does."""
     if isinstance(module, DistributedDataParallel):
         module.require_backward_grad_sync = enabled
-    elif hasattr(module, "set_requires_gradient_sync"):
+    elif isinstance(module, FSDPModule):
         module.set_requires_gradient_sync(enabled)
 
 
@@ -203,7 +211,9 @@ def _first_host() -> str:
     if "[" not in nodes:
         return nodes.split(",")[0]
     if shutil.which("scontrol") is None:
-        raise ConfigError(f"cannot expand SLURM_STEP_NODELIST={nodes} without scontrol; set MASTER_ADDR to its first host")
+        raise ConfigError(
+            f"cannot expand SLURM_STEP_NODELIST={nodes} without scontrol; set MASTER_ADDR to its first host"
+        )
     command = ["scontrol", "show", "hostnames", nodes]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[0]
 
@@ -213,7 +223,9 @@ def _device(settings: RunSettings, local_rank: int) -> torch.device:
     if settings.device == "cpu" or (settings.device == "auto" and not available):
         return torch.device("cpu")
     if not available:
-        raise ConfigError("run.device=cuda but no CUDA device is visible; set run.device=auto or cpu, or see `scaling doctor`")
+        raise ConfigError(
+            "run.device=cuda but no CUDA device is visible; set run.device=auto or cpu, or see `scaling doctor`"
+        )
     count = torch.cuda.device_count()
     index = local_rank if count > 1 else 0  # srun with one GPU bound to each task shows each task one
     if index >= count:

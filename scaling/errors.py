@@ -52,8 +52,16 @@ class CheckpointError(ScalingError):
     """A checkpoint is missing, torn, or does not fit the run."""
 
 
+class MemoryShortage(ScalingError):
+    """A run needs more memory than its device has."""
+
+
 class StoreError(ScalingError):
     """An MLflow store cannot be reached, is locked, or has an unknown layout."""
+
+
+class StoreUnavailable(StoreError):
+    """An MLflow store does not answer now (down, slow, full, broken); the same request may succeed later."""
 
 
 class ClusterError(ScalingError):

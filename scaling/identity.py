@@ -32,6 +32,7 @@ EXCLUDED: Final = frozenset(
         "run.checkpoint_every_minutes",
         "run.keep_checkpoints",
         "run.permanent_every_steps",
+        "run.save_weights",
         "run.device",
         "run.threads",
         "run.compile",

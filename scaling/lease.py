@@ -118,7 +118,9 @@ class Lease:
         if _clock_s() - self._touched_s > TTL_S / 2:
             self._touch()
         if self._over.is_set():
-            raise LeaseError(f"{self._folder.parent}: was taken over by another process; this one stops without writing")
+            raise LeaseError(
+                f"{self._folder.parent}: was taken over by another process; this one stops without writing"
+            )
 
     def release(self) -> None:
         """Say that this process is done with the folder."""
@@ -190,7 +192,9 @@ def _create(folder: Path, number: int) -> Holder | None:
     except FileExistsError:
         return None
     except OSError as error:
-        raise LeaseError(f"{folder}: cannot be written ({error.strerror}); free space or choose another --out") from None
+        raise LeaseError(
+            f"{folder}: cannot be written ({error.strerror}); free space or choose another --out"
+        ) from None
     finally:
         with contextlib.suppress(OSError):
             beside.unlink()
@@ -222,7 +226,9 @@ def _age_s(folder: Path, path: Path) -> float:
         probe.touch()
         return probe.stat().st_mtime - path.stat().st_mtime
     except OSError as error:
-        raise LeaseError(f"{folder}: cannot be written ({error.strerror}); free space or choose another --out") from None
+        raise LeaseError(
+            f"{folder}: cannot be written ({error.strerror}); free space or choose another --out"
+        ) from None
     finally:
         with contextlib.suppress(OSError):
             probe.unlink()

@@ -73,7 +73,8 @@ def linear_cross_entropy(
     tuple of Tensor
         Objective (differentiable) and cross-entropy (not), in nats, both sums over the tokens that count.
     """
-    return cast(tuple[Tensor, Tensor], _LinearCrossEntropy.apply(hidden_ND, weight_VD, target_N, z_loss, compiled))
+    apply = cast(Any, _LinearCrossEntropy.apply)
+    return cast(tuple[Tensor, Tensor], apply(hidden_ND, weight_VD, target_N, z_loss, compiled))
 
 
 class TrainingLoss(nn.Module):

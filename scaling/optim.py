@@ -162,7 +162,7 @@ class Optimizer:
     def _norm(self, grads: list[Tensor]) -> Tensor:
         """2-norm of all gradients, in fp32, over all processes where they hold shards."""
         device = self.shards[0].local.device
-        norms = torch._foreach_norm(grads, 2, dtype=torch.float32) if grads else []
+        norms = list(torch._foreach_norm(grads, 2, dtype=torch.float32)) if grads else []
         square = torch.stack(norms).square().sum() if norms else torch.zeros((), device=device)
         if self._sharded:
             self._world.sum_(square)

@@ -32,8 +32,8 @@ def cast_weights(model: nn.Module, precision: PrecisionConfig) -> None:
     """Give the parameters their type; ``bf16`` says what it costs."""
     if precision.mode == "bf16":
         logger.warning(
-            "precision.mode=bf16: weights and moments are rounded to 8 bits at each update; this changes losses by more "
-            "than residual methods differ. Use mixed unless you repeat the papers' recipe"
+            "precision.mode=bf16: weights and moments are rounded to 8 bits at each update; this changes losses by "
+            "more than residual methods differ. Use mixed unless you repeat the papers' recipe"
         )
         model.to(torch.bfloat16)
 

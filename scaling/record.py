@@ -10,7 +10,7 @@ start fast. Layout, under ``<out>/<run key>/``:
 ``checkpoints/``            owned by ``scaling.checkpoint``
 ``evaluations/``            per-sequence losses of the held-out set by step (``step-00001000.npz``)
 ``end.json``                the end record, written atomically when the run is over, whatever the way
-``lease.json``              who writes here now; owned by ``scaling.lease``
+``leases/``                 who writes here, one file a holder; owned by ``scaling.lease``
 ==========================  ===========================================================================================
 
 NaN and infinities are kept in journals as the words ``"nan"``, ``"inf"``, ``"-inf"`` (JSON has none).
@@ -19,6 +19,7 @@ NaN and infinities are kept in journals as the words ``"nan"``, ``"inf"``, ``"-i
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import math
 import os
@@ -208,15 +209,25 @@ class RunFolder:
 
 
 def append_line(path: Path, tree: Mapping[str, Any], *, sync: bool = False) -> None:
-    """Append one JSON line in a single write."""
-    line = json.dumps(tree, separators=(",", ":"), allow_nan=False) + "\n"
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+    """Append one JSON line in a single write.
+
+    Raises
+    ------
+    RecordError
+        If the line cannot be written whole (read-only, disk full); readers leave a torn line out.
+    """
+    line = (json.dumps(tree, separators=(",", ":"), allow_nan=False) + "\n").encode("utf-8")
     try:
-        os.write(descriptor, line.encode("utf-8"))
-        if sync:
-            os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        try:
+            if os.write(descriptor, line) < len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            if sync:
+                os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise RecordError(f"{path}: cannot be written ({error.strerror}); free space or choose another --out") from None
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

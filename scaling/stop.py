@@ -34,12 +34,13 @@ class StopRequest:
     def requested(self) -> bool:
         return self.signal is not None
 
-    def listen(self) -> None:
-        """Install the handlers; without effect where they are installed, or outside the main thread."""
+    def listen(self) -> bool:
+        """Install the handlers; ``False`` where they are installed already, or outside the main thread."""
         if self._previous or threading.current_thread() is not threading.main_thread():
-            return
+            return False
         for number in SIGNALS:
             self._previous[number] = signal.signal(number, self._handle)
+        return True
 
     def forget(self) -> None:
         """Put the earlier handlers back and clear the request."""

@@ -85,7 +85,7 @@ class DepthRouting(Residual):
         return {"query_SD": query, "gain_SD": Constant(value=1.0)}
 
     def start(self, embedding_BTD: Tensor, document_BT: Tensor | None) -> DepthState:
-        keys_SHC = (self.query_SD * self.gain_SD).unflatten(-1, (self.heads, -1))
+        keys_SHC = (self.query_SD * self.gain_SD).view(self.num_sublayers + 1, self.heads, -1)
         return DepthState(embedding_BTD, keys_SHC, block_sublayers=self.block_sublayers, eps=self.eps)
 
     def statistics(self) -> dict[str, float]:

@@ -20,6 +20,11 @@ import torch
 from torch import Tensor
 
 
+def by_head(x_BTD: Tensor, heads: int) -> Tensor:
+    """(B, T, D) as (B, T, H, C)."""
+    return x_BTD.reshape(*x_BTD.shape[:-1], heads, -1)
+
+
 class Mix(torch.autograd.Function):
     """sum_i p_i v_i by head, reading each source once in each direction instead of stacking copies of them.
 
@@ -32,11 +37,11 @@ class Mix(torch.autograd.Function):
         ctx.save_for_backward(weights_NBTH, *sources_BTD)
         heads = weights_NBTH.shape[-1]
         out = torch.empty_like(sources_BTD[0], dtype=weights_NBTH.dtype)
-        out_BTHC = out.unflatten(-1, (heads, -1))
+        out_BTHC = by_head(out, heads)
         weights = weights_NBTH.unsqueeze(-1).unbind(0)
-        torch.mul(sources_BTD[0].to(out.dtype).unflatten(-1, (heads, -1)), weights[0], out=out_BTHC)
+        torch.mul(by_head(sources_BTD[0].to(out.dtype), heads), weights[0], out=out_BTHC)
         for weight, source in zip(weights[1:], sources_BTD[1:], strict=True):
-            out_BTHC.addcmul_(source.to(out.dtype).unflatten(-1, (heads, -1)), weight)
+            out_BTHC.addcmul_(by_head(source.to(out.dtype), heads), weight)
         return out
 
     @staticmethod
@@ -44,12 +49,12 @@ class Mix(torch.autograd.Function):
     def backward(ctx: Any, grad_BTD: Tensor) -> tuple[Tensor | None, ...]:
         weights_NBTH, *sources_BTD = ctx.saved_tensors
         heads = weights_NBTH.shape[-1]
-        grad_BTHC = grad_BTD.unflatten(-1, (heads, -1))
+        grad_BTHC = by_head(grad_BTD, heads)
         grad_weights = torch.empty_like(weights_NBTH) if ctx.needs_input_grad[0] else None
         grads: list[Tensor | None] = []
         for i, source in enumerate(sources_BTD):
             if grad_weights is not None:
-                product = grad_BTHC * source.to(grad_BTD.dtype).unflatten(-1, (heads, -1))
+                product = grad_BTHC * by_head(source.to(grad_BTD.dtype), heads)
                 torch.sum(product, dim=-1, out=grad_weights[i])
             if ctx.needs_input_grad[i + 1]:
                 grads.append((grad_BTHC * weights_NBTH[i].unsqueeze(-1)).flatten(-2).to(source.dtype))
@@ -62,7 +67,7 @@ def mix(weights_NBTH: Tensor, sources_BTD: list[Tensor]) -> Tensor:
     """Mixture of the sources with weights by head; a single source comes back as it is."""
     if len(sources_BTD) == 1:
         return sources_BTD[0]
-    out: Tensor = Mix.apply(weights_NBTH, *sources_BTD)
+    out: Tensor = Mix.apply(weights_NBTH, *sources_BTD)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -92,9 +97,11 @@ def depth_logits(source_BTD: Tensor, keys_SHC: Tensor, *, eps: float) -> tuple[T
     heads, slice_width = keys_SHC.shape[1:]
     scale_BT1 = torch.rsqrt(wide_BTD.square().mean(dim=-1, keepdim=True) + eps)
     slices_HnC = wide_BTD.reshape(-1, heads, slice_width).transpose(0, 1)
-    dots_HnS = torch.bmm(slices_HnC, widen(keys_SHC).permute(1, 2, 0))
-    dots_BTHS = dots_HnS.transpose(0, 1).unflatten(0, source_BTD.shape[:2])
-    return (dots_BTHS * scale_BT1.unsqueeze(-1)).unbind(dim=-1)
+    with torch.autocast(source_BTD.device.type, enabled=False):  # logits are not rounded to bf16
+        dots_HnS = torch.bmm(slices_HnC, widen(keys_SHC).permute(1, 2, 0))
+    dots_BTHS = dots_HnS.transpose(0, 1).reshape(*source_BTD.shape[:2], heads, -1)
+    by_site: tuple[Tensor, ...] = (dots_BTHS * scale_BT1.unsqueeze(-1)).unbind(dim=-1)
+    return by_site
 
 
 def routing_weights(logits_BTH: list[Tensor]) -> Tensor:

@@ -2,7 +2,8 @@
 
 Reads ``config`` and the other counts; planning and ``scaling model info`` read it. Parameters, gradients and optimiser
 are exact. Activations are those kept between the forward and the backward pass by the modules of ``scaling.models``
-without activation checkpointing, tensor by tensor; allocator slack and temporary workspaces come on top.
+with fused norms (CUDA) and without activation checkpointing, tensor by tensor; allocator slack and temporary workspaces
+come on top.
 """
 
 from __future__ import annotations
@@ -56,9 +57,10 @@ def estimate_memory(config: RunConfig) -> MemoryEstimate:
 def _activation_bytes_per_token(config: ModelConfig, matmul: int, stream: int) -> float:
     d, layers, head_dim = config.d_model, config.num_layers, config.attention_head_dim
     width, kv_width = config.num_heads * head_dim, config.num_kv_heads * head_dim
-    # Attention keeps: the normed input; q and k before their norms and after rotation (in the norm's precision), v; the
-    # output and its log-sum-exp; the norm's scale.
-    attention = matmul * (d + kv_width + 2 * width) + stream * 2 * (width + kv_width) + 4 * (config.num_heads + 1)
+    # Attention keeps the normed input, rotated q and k, v, its output; q and k before their norms (cast for them in
+    # "mixed"); the scales of three norms and the log-sum-exp.
+    attention = matmul * (d + 2 * width + 2 * kv_width) + stream * (width + kv_width)
+    attention += 4 * (1 + 2 * config.num_heads + config.num_kv_heads)
     dense = matmul * (d + 4 * config.d_ffn) + 4  # normed input, gate, silu(gate), up, product
     dense_layers = layers if config.moe is None else min(layers, config.moe.num_dense_layers)
     feed_forward = float(dense_layers * dense)
@@ -66,5 +68,5 @@ def _activation_bytes_per_token(config: ModelConfig, matmul: int, stream: int) -
         routed = config.moe.top_k * (2 * d + 4 * config.moe.d_expert)
         shared = config.moe.num_shared_experts * 4 * config.moe.d_expert
         feed_forward += (layers - dense_layers) * (matmul * (d + routed + shared) + 4 * config.moe.num_experts)
-    residual = residual_cost(config).stored_widths * d * stream
+    residual = residual_cost(config).stored_elements * stream
     return layers * attention + feed_forward + residual + matmul * d

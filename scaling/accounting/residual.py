@@ -28,15 +28,15 @@ class ResidualCost:
         final one).
     forward_flops
         Its arithmetic for one token in the forward pass.
-    stored_widths
-        Tensors of d elements a token that it keeps for the backward pass in place of the residual stream's one a
-        sublayer.
+    stored_elements
+        Numbers a token that it keeps for the backward pass, the inputs of the sublayers' norms among them, in the
+        precision of the residual stream.
     """
 
     parameters: int
     norm_parameters: int
     forward_flops: float
-    stored_widths: float
+    stored_elements: float
 
 
 def prenorm_gains(config: ModelConfig) -> int:
@@ -55,21 +55,26 @@ def source_counts(num_sublayers: int, block_sublayers: int) -> list[int]:
 
 def _baseline(config: ModelConfig, _: Baseline) -> ResidualCost:
     return ResidualCost(
-        parameters=0, norm_parameters=prenorm_gains(config), forward_flops=0, stored_widths=config.num_sublayers + 1
+        parameters=0,
+        norm_parameters=prenorm_gains(config),
+        forward_flops=0,
+        stored_elements=(config.num_sublayers + 1) * config.d_model,
     )
 
 
 def _routed(config: ModelConfig, options: Blocked) -> ResidualCost:
     # Query and gain of width d a site. Per (site, source) pair 2d for the logit and 2d for the mixture; per source 2d
     # for its norm. Heads change none of it: they are a reshape (arXiv 2607.27230, section 2).
+    # Kept: sources and mixtures of width d (site 0 has no mixture), logits and weights by (pair, head).
     d, sublayers = config.d_model, config.num_sublayers
+    heads = options.heads if isinstance(options, Mhar) else 1
     counts = source_counts(sublayers, options.sublayers_per_block(sublayers))
     keys = sublayers + 1  # each sublayer's output (or the partial sum it completes) is normed once
     return ResidualCost(
         parameters=(sublayers + 1) * 2 * d,
         norm_parameters=prenorm_gains(config),
         forward_flops=4 * d * sum(counts) + 2 * d * keys,
-        stored_widths=2 * (sublayers + 1),
+        stored_elements=d * (2 * sublayers + 1) + heads * (2 * sum(counts) - 1),
     )
 
 

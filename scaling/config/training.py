@@ -143,6 +143,7 @@ class RunSettings:
     checkpoint_every_minutes: float | None = 10.0
     keep_checkpoints: int = 2
     permanent_every_steps: int | None = None
+    save_weights: bool = True
     device: Literal["auto", "cpu", "cuda"] = "auto"
     threads: int | None = None
     compile: bool = False

@@ -1,0 +1,171 @@
+"""Runs gathered into cells: one cell is one method at one scale with its seeds.
+
+Between ``screen`` and the comparisons (``speedup``, ``seeds``, ``noise``): what counts as the same scale, the pooled
+standard deviation within cells, and the correlation of runs that share a seed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy import stats
+
+from scaling.analysis.screen import numbers
+from scaling.errors import TableError, nearest
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+Floats = NDArray[np.float64]
+
+# Sizes within this factor are one scale: methods add a little to the parameters of a size.
+SAME_SCALE = 1.06
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cell:
+    """Runs of one method at one scale, ordered by seed; ``x`` is their mean cost in the currency asked for."""
+
+    method: str
+    scale: str
+    x: float
+    losses: Floats
+    seeds: tuple[str, ...]
+
+    @property
+    def mean(self) -> float:
+        """Mean loss over seeds."""
+        return float(np.mean(self.losses))
+
+    @property
+    def squares(self) -> float:
+        """Sum of squares about the mean."""
+        return float(np.sum((self.losses - self.mean) ** 2))
+
+
+def group_near(values: Floats, factor: float = SAME_SCALE) -> NDArray[np.intp]:
+    """Number the values so that neighbours within ``factor`` share a number, smallest first.
+
+    >>> group_near(np.array([100.0, 1.0, 101.0]))
+    array([1, 0, 1])
+    """
+    order = np.argsort(values, kind="stable")
+    jumps = np.concatenate([[0], (np.diff(np.log(values[order])) > np.log(factor)).astype(np.intp)])
+    out = np.empty(len(values), dtype=np.intp)
+    out[order] = np.cumsum(jumps)
+    return out
+
+
+def scale_labels(frame: pd.DataFrame, currency: str | None = None) -> list[str]:
+    """The scale of each row: ``size`` where there is one, else N, else tokens, else the currency; plus tokens where
+    a size was trained on several budgets.
+    """
+    if "size" in frame.columns and frame["size"].notna().all():
+        base = [str(s) for s in frame["size"]]
+    else:
+        name = next((n for n in ("N", "D", currency, "C") if n and n in frame.columns and frame[n].notna().all()), None)
+        if name is None:
+            return ["all"] * len(frame)
+        values = numbers(frame, name)
+        index = group_near(values)
+        base = [f"{name}={np.exp(np.mean(np.log(values[index == g]))):.4g}" for g in index]
+        if name == "D":
+            return base
+    if "D" not in frame.columns or frame["D"].isna().any():
+        return base
+    budgets = numbers(frame, "D")
+    out = list(base)
+    for scale in set(base):
+        rows = np.flatnonzero(np.array(base) == scale)
+        several = any(
+            len(set(group_near(budgets[rows[frame["method"].to_numpy()[rows] == m]]))) > 1
+            for m in (set(frame["method"].iloc[rows]) if "method" in frame.columns else ())
+        )
+        if several:
+            index = group_near(budgets[rows])
+            for row, g in zip(rows, index, strict=True):
+                out[row] = f"{scale} D={np.exp(np.mean(np.log(budgets[rows][index == g]))):.3g}"
+    return out
+
+
+def make_cells(frame: pd.DataFrame, *, cost: str | None) -> dict[str, dict[str, Cell]]:
+    """Method -> scale -> cell, scales in order of cost; ``cost`` is the column of the currency."""
+    scales = np.array(scale_labels(frame, cost))
+    methods = frame["method"].to_numpy(dtype=str)
+    losses = numbers(frame, "loss")
+    costs = numbers(frame, cost) if cost else np.ones(len(frame))
+    seeds = frame["seed"].astype(str).to_numpy() if "seed" in frame.columns else np.array([str(k) for k in range(len(frame))])
+    out: dict[str, dict[str, Cell]] = {}
+    for method in dict.fromkeys(methods):
+        found = []
+        for scale in dict.fromkeys(scales[methods == method]):
+            rows = np.flatnonzero((methods == method) & (scales == scale))
+            rows = rows[np.argsort(seeds[rows], kind="stable")]
+            found.append(
+                Cell(
+                    method=str(method),
+                    scale=str(scale),
+                    x=float(np.exp(np.mean(np.log(costs[rows])))),
+                    losses=losses[rows],
+                    seeds=tuple(str(s) for s in seeds[rows]),
+                )
+            )
+        found.sort(key=lambda c: (c.x, c.scale))
+        out[str(method)] = {c.scale: c for c in found}
+    return out
+
+
+def pick_methods(cells: Mapping[str, object], baseline: str, method: str | None) -> list[str]:
+    """The methods to compare with ``baseline``.
+
+    Raises
+    ------
+    TableError
+        When the baseline or the method is not in the table.
+    """
+    for name in (baseline, *([method] if method else [])):
+        if name not in cells:
+            raise TableError(f"method {name!r} is not in the table; {nearest(name, cells)}")
+    others = [m for m in cells if m != baseline]
+    if not others:
+        raise TableError(f"the table holds only the baseline {baseline!r}: nothing to compare it with")
+    return [method] if method else others
+
+
+def pooled_sd(cells: Sequence[Cell]) -> tuple[float, int]:
+    """Standard deviation within cells and its degrees of freedom; NaN and 0 without replicates."""
+    df = sum(len(c.losses) - 1 for c in cells)
+    if df == 0:
+        return float("nan"), 0
+    return float(np.sqrt(sum(c.squares for c in cells) / df)), df
+
+
+def paired(a: Cell, b: Cell) -> tuple[Floats, Floats]:
+    """Losses of runs whose seed both cells have once, in the order of seeds."""
+    once = [s for s in a.seeds if a.seeds.count(s) == 1 and b.seeds.count(s) == 1]
+    first = np.array([a.losses[a.seeds.index(s)] for s in once])
+    second = np.array([b.losses[b.seeds.index(s)] for s in once])
+    return first, second
+
+
+def seed_correlation(pairs: Sequence[tuple[Floats, Floats]]) -> tuple[float, int, float]:
+    """Correlation of paired runs within cells, its degrees of freedom and one-sided p of rho > 0.
+
+    NaN, 0 and NaN where fewer than two degrees of freedom remain.
+    """
+    left = [a - a.mean() for a, _ in pairs if len(a) > 1]
+    right = [b - b.mean() for _, b in pairs if len(b) > 1]
+    df = sum(len(a) - 1 for a in left)
+    if df < 2:
+        return float("nan"), 0, float("nan")
+    x, y = np.concatenate(left), np.concatenate(right)
+    size = float(np.sqrt(np.sum(x**2) * np.sum(y**2)))
+    if size == 0:
+        return float("nan"), 0, float("nan")
+    rho = float(np.clip(np.sum(x * y) / size, -1.0, 1.0))
+    t = rho * np.sqrt((df - 1) / max(1 - rho**2, 1e-12))
+    return rho, df, float(stats.t.sf(t, df - 1))
