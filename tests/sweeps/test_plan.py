@@ -67,7 +67,9 @@ def test_largest_run_first() -> None:
 
 def test_a_run_that_appears_twice_is_refused_showing_both() -> None:
     blocks = {"one": {"grid": {"run.seed": [0, 1]}}, "two": {"grid": {"run.seed": [1, 2]}}}
-    with pytest.raises(GridError, match=r"one run appears twice \(key [0-9a-f]{16}\): \[one\] seed=1 and \[two\] seed=1"):
+    with pytest.raises(
+        GridError, match=r"one run appears twice \(key [0-9a-f]{16}\): \[one\] seed=1 and \[two\] seed=1"
+    ):
         make(blocks=blocks)
     merged = make(blocks=blocks, duplicates="merge")
     assert len(merged.runs) == 3 and merged.merged == 1

@@ -42,7 +42,9 @@ def test_the_grammar_of_the_docstring_is_accepted(tmp_path: Path) -> None:
 
 
 def test_every_way_to_write_an_axis(tmp_path: Path) -> None:
-    text = BASE + """\
+    text = (
+        BASE
+        + """\
 grid:
   method: [baseline, mhar]
   H: {when: {method: mhar}, values: [1, 2]}
@@ -56,6 +58,7 @@ grid:
 exclude:
   - {method: mhar, H: 2, seed: 1}
 """
+    )
     runs = list(load_spec(write(tmp_path, text)).blocks[0].assignments())
     assert len(runs) == (2 + 2) * 2 * 2 - 2
     assert {(run["run.seed"], run["optimizer.lr"]) for run in runs} == {(0, 1e-3), (1, 3e-3)}
@@ -67,7 +70,10 @@ exclude:
     [
         ("gird: {}\n", "s.yaml:1: unknown key 'gird'; did you mean 'grid'?"),
         (BASE + "grid:\n  learning_rate: [1]\n", "s.yaml:6: unknown axis 'learning_rate'; "),
-        (BASE + "grid:\n  optimizer.lrr: [1]\n", "s.yaml:6: unknown axis 'optimizer.lrr'; did you mean 'optimizer.lr'?"),
+        (
+            BASE + "grid:\n  optimizer.lrr: [1]\n",
+            "s.yaml:6: unknown axis 'optimizer.lrr'; did you mean 'optimizer.lr'?",
+        ),
         (BASE + "grid:\n  lr: [1]\n  optimizer.lr: [2]\n", "s.yaml:7: the axis optimizer.lr is there twice"),
         (BASE + "grid:\n  lr: {when: {metod: mhar}, values: [1]}\n", "s.yaml:6: unknown axis 'metod'"),
         (BASE + "grid:\n  lr: {when: mhar, values: [1]}\n", "s.yaml:6: a condition is a section of axes"),
@@ -166,13 +172,16 @@ def test_merge_rules() -> None:
 
 
 def test_blocks_take_what_is_above_and_put_their_own_over_it(tmp_path: Path) -> None:
-    text = BASE + """\
+    text = (
+        BASE
+        + """\
 grid: {seed: [0, 1]}
 resources: {time: 30}
 blocks:
   small: {}
   wide: {base: {model: {d_model: 96}}, grid: {seed: [5]}, resources: {time: 60}}
 """
+    )
     spec = load_spec(write(tmp_path, text))
     planned = plan(spec, tmp_path / "runs")
     assert sorted((run.block, run.config.run.seed, run.config.model.d_model, run.resources.time_s // 60)

@@ -95,7 +95,9 @@ def finish(folder: RunFolder, *, status: str = "done", step: int = 100, attempt:
     folder.finish(replace(record, **also))
 
 
-def make_run(out: Path, *, steps: int = 100, every: int = 10, status: str = "done", metrics: int = 4, **config: Any) -> RunFolder:
+def make_run(
+    out: Path, *, steps: int = 100, every: int = 10, status: str = "done", metrics: int = 4, **config: Any
+) -> RunFolder:
     """A whole run of one attempt."""
     folder = RunFolder.create(out, make_config(**config))
     begin(folder)
