@@ -184,8 +184,8 @@ blocks:
     )
     spec = load_spec(write(tmp_path, text))
     planned = plan(spec, tmp_path / "runs")
-    assert sorted((run.block, run.config.run.seed, run.config.model.d_model, run.resources.time_s // 60)
-                  for run in planned.runs) == [("small", 0, 48, 30), ("small", 1, 48, 30), ("wide", 5, 96, 60)]  # fmt: skip
+    rows = [(run.block, run.config.run.seed, run.config.model.d_model, run.resources.time_s) for run in planned.runs]
+    assert sorted(rows) == [("small", 0, 48, 1800), ("small", 1, 48, 1800), ("wide", 5, 96, 3600)]
 
 
 def test_settings_change_axes_bases_and_resources(tmp_path: Path) -> None:
