@@ -1,8 +1,8 @@
 """The whole main job, small: real text, a grid trained on this machine, tracked, analysed, reported.
 
-Near the end of the flow, where every part meets: ``corpus`` makes a token store of the Python standard library, ``sweeps`` plans and
-trains the preset ``quickstart``, ``tracking`` feeds MLflow meanwhile, ``analysis`` reads the store back and judges. Everything is
-under one folder and is taken up again where it was left: a second call trains nothing.
+Near the end of the flow, where every part meets: ``corpus`` makes a token store of the Python standard library,
+``sweeps`` plans and trains the preset ``quickstart``, ``tracking`` feeds MLflow meanwhile, ``analysis`` reads the store
+back and judges. Everything is under one folder and is taken up again where it was left: a second call trains nothing.
 """
 
 from __future__ import annotations
@@ -50,9 +50,7 @@ class Outcome:
     times_s: dict[str, float] = field(default_factory=dict)
 
 
-def quickstart(
-    out: Path, *, workers: int | None = None, say: Callable[[str], None] = lambda text: None
-) -> Outcome:
+def quickstart(out: Path, *, workers: int | None = None, say: Callable[[str], None] = lambda text: None) -> Outcome:
     """Train, track, analyse and report the preset ``quickstart`` under ``out``.
 
     Parameters
@@ -150,9 +148,7 @@ def _plan(out: Path, store: Path) -> Plan:
     return plan(spec, out / "runs")
 
 
-def _train(
-    sweep: Plan, store_uri: str, workers: int | None, say: Callable[[str], None]
-) -> tuple[int, int, bool]:
+def _train(sweep: Plan, store_uri: str, workers: int | None, say: Callable[[str], None]) -> tuple[int, int, bool]:
     """Train what is not finished, with a syncer beside it; how many, how many were finished, whether broken off."""
     from scaling.record import RunFolder
     from scaling.sweeps.display import Progress
@@ -195,7 +191,9 @@ def _sync(sweep: Plan, store_uri: str, say: Callable[[str], None]) -> None:
 
     report = sync(sweep.out, store_uri=store_uri, experiment=PRESET)
     if not report.ok:
-        say(f"MLflow: {report.unavailable or report.problems[0].reason}; the runs are safe, `scaling runs sync` retries")
+        say(
+            f"MLflow: {report.unavailable or report.problems[0].reason}; the runs are safe, `scaling runs sync` retries"
+        )
 
 
 def _report(sweep: Plan, store_uri: str, out: Path, say: Callable[[str], None]) -> tuple[Any, Path]:

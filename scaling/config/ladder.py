@@ -1,8 +1,8 @@
 """Named model sizes: shapes only, merged under what a configuration says explicitly.
 
 ``100m``, ``350m``, ``1b`` are the shapes of the MHAR paper (arXiv 2607.27230, appendix on training details). The small
-ladder (about 0.05M to 50M non-embedding parameters in half-decade steps) is ours: laws need cheap points. The three sizes
-below it are for trying things out on a CPU.
+ladder (about 0.05M to 50M non-embedding parameters in half-decade steps) is ours: laws need cheap points. The three
+sizes below it are for trying things out on a CPU.
 """
 
 from __future__ import annotations
