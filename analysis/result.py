@@ -17,7 +17,7 @@ Status = Literal["converged", "unmoved", "multimodal", "undetermined", "bound-hi
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Interval:
-    """A two-sided interval for each estimated name; ``method`` says how it was made (t, delta, cluster bootstrap...)."""
+    """A two-sided interval for each estimated name; ``method`` says how it was made (t, delta, bootstrap...)."""
 
     level: float
     method: str

@@ -1,7 +1,7 @@
 """The tidy run table: one row a run, these columns, these units. The contract between ``ingest`` and every analysis.
 
-Ingestion (from a store or from run folders) must produce exactly these columns; analyses read them through the short names of
-``CANONICAL``. Plain Python, no pandas: the dtypes are pandas' names.
+Ingestion (from a store or from run folders) must produce exactly these columns; analyses read them through the short
+names of ``CANONICAL``. Plain Python, no pandas: the dtypes are pandas' names.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Exceptions that a user can cause, first module of the flow: everything imports from here, it imports nothing.
 
-Each is a ``ValueError`` whose text is one line: what is wrong, where, what is allowed, what to do next. The command line
-prints that line and exits with the class's ``exit_code``; a programmer's mistake stays an ``AssertionError`` or a
-traceback.
+Each is a ``ValueError`` whose text is one line: what is wrong, where, what is allowed, what to do next. The command
+line prints that line and exits with the class's ``exit_code``; a programmer's mistake stays an ``AssertionError`` or
+a traceback.
 """
 
 from __future__ import annotations
@@ -52,8 +52,16 @@ class CheckpointError(ScalingError):
     """A checkpoint is missing, torn, or does not fit the run."""
 
 
+class MemoryShortage(ScalingError):
+    """A run needs more memory than its device has."""
+
+
 class StoreError(ScalingError):
     """An MLflow store cannot be reached, is locked, or has an unknown layout."""
+
+
+class StoreUnavailable(StoreError):
+    """An MLflow store does not answer now (down, slow, full, broken); the same request may succeed later."""
 
 
 class ClusterError(ScalingError):

@@ -1,7 +1,8 @@
 """The run key: a versioned hash of what determines a run's result.
 
-After ``config`` in the flow. A run folder is named by it, sweeps are reconciled by it, MLflow runs are found by it. Paths, hardware
-and labels do not count; they are named one by one in ``EXCLUDED``, so that a new field counts unless somebody decides otherwise.
+After ``config`` in the flow. A run folder is named by it, sweeps are reconciled by it, MLflow runs are found by it.
+Paths, hardware and labels do not count; they are named one by one in ``EXCLUDED``, so that a new field counts unless
+somebody decides otherwise.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ EXCLUDED: Final = frozenset(
         "run.checkpoint_every_minutes",
         "run.keep_checkpoints",
         "run.permanent_every_steps",
+        "run.save_weights",
         "run.device",
         "run.threads",
         "run.compile",

@@ -3,21 +3,23 @@
 The trainer writes it; the syncer, the status table and the ingester read it. Standard library only, so that all of them
 start fast. Layout, under ``<out>/<run key>/``:
 
-==========================  =============================================================================================
+==========================  ===========================================================================================
 ``config.json``             the resolved configuration, its key and format version; written once, never changed
 ``attempts.jsonl``          one line an attempt: number, host, pid, job, start time, step it resumed from, environment
 ``metrics-0001.jsonl``      journal of attempt 1: ``{"step": 10, "time_ms": ..., "metrics": {"train/loss": ...}}``
 ``checkpoints/``            owned by ``scaling.checkpoint``
 ``evaluations/``            per-sequence losses of the held-out set by step (``step-00001000.npz``)
 ``end.json``                the end record, written atomically when the run is over, whatever the way
-``lease.json``              who writes here now; owned by ``scaling.sweeps.lease``
-==========================  =============================================================================================
+``leases/``                 who writes here, one file a holder; owned by ``scaling.lease``
+==========================  ===========================================================================================
 
 NaN and infinities are kept in journals as the words ``"nan"``, ``"inf"``, ``"-inf"`` (JSON has none).
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import math
 import os
@@ -67,7 +69,7 @@ class Point:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EndRecord:
-    """How a run ended. ``final`` holds its last metrics and totals; ``reason`` is one line for anything but ``done``."""
+    """How a run ended. ``final`` holds its last metrics; ``reason`` is one line unless ``done``."""
 
     status: EndStatus
     step: int
@@ -105,7 +107,8 @@ def write_atomically(path: Path, text: str) -> None:
             os.fsync(file.fileno())
         os.replace(beside, path)
     except OSError as error:
-        beside.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            beside.unlink()
         raise RecordError(f"{path}: cannot be written ({error.strerror}); free space or choose another --out") from None
 
 
@@ -178,9 +181,7 @@ class RunFolder:
             for line in read_lines(self.journal(attempt.attempt)):
                 if cut is None or line["step"] <= cut:
                     metrics = {name: float(value) for name, value in line["metrics"].items()}
-                    yield Point(
-                        step=line["step"], time_ms=line["time_ms"], metrics=metrics, attempt=attempt.attempt
-                    )
+                    yield Point(step=line["step"], time_ms=line["time_ms"], metrics=metrics, attempt=attempt.attempt)
 
     def end(self) -> EndRecord | None:
         """The end record, or ``None`` while the run is not over."""
@@ -208,15 +209,25 @@ class RunFolder:
 
 
 def append_line(path: Path, tree: Mapping[str, Any], *, sync: bool = False) -> None:
-    """Append one JSON line in a single write."""
-    line = json.dumps(tree, separators=(",", ":"), allow_nan=False) + "\n"
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+    """Append one JSON line in a single write.
+
+    Raises
+    ------
+    RecordError
+        If the line cannot be written whole (read-only, disk full); readers leave a torn line out.
+    """
+    line = (json.dumps(tree, separators=(",", ":"), allow_nan=False) + "\n").encode("utf-8")
     try:
-        os.write(descriptor, line.encode("utf-8"))
-        if sync:
-            os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        try:
+            if os.write(descriptor, line) < len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            if sync:
+                os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise RecordError(f"{path}: cannot be written ({error.strerror}); free space or choose another --out") from None
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

@@ -1,7 +1,7 @@
 """From the configuration a person wrote to the one that runs: every derived value filled in.
 
-After ``accounting`` in the flow. Sweeps, the trainer and the run key only ever see resolved configurations, so that two ways of
-writing the same run have one identity.
+After ``accounting`` in the flow. Sweeps, the trainer and the run key only ever see resolved configurations, so that
+two ways of writing the same run have one identity.
 """
 
 from __future__ import annotations

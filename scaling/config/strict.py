@@ -1,7 +1,7 @@
 """Strict loading: YAML and ``--set key=value`` into the frozen tree, or one line saying what is wrong and where.
 
-Unknown keys name the nearest valid one; duplicate keys and tabs are refused with their line; numbers are not guessed from
-strings, except that ``1e-3`` is a number (YAML 1.1 calls it text).
+Unknown keys name the nearest valid one; duplicate keys and tabs are refused with their line; numbers are not guessed
+from strings, except that ``1e-3`` is a number (YAML 1.1 calls it text).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from scaling.config.tree import RunConfig
 from scaling.errors import ConfigError, nearest
 
 T = TypeVar("T")
-Lines = Mapping[str, int]
+Lines = Mapping[str, int | str]  # dotted path -> line in the source, or "file:line" where several files were merged
 
 
 class _Loader(yaml.SafeLoader):
@@ -37,6 +37,17 @@ _Loader.add_implicit_resolver(
     ),
     list("-+0123456789."),
 )
+
+
+# YAML 1.1 reads 4:00:00 as the number 14400; a time or an address is text here.
+for _first, _resolvers in list(_Loader.yaml_implicit_resolvers.items()):
+    _Loader.yaml_implicit_resolvers[_first] = [
+        (tag, re.compile(r"^[-+]?(?:0|[1-9][0-9_]*|0x[0-9a-fA-F_]+)$"))
+        if tag == "tag:yaml.org,2002:int"
+        else (tag, pattern)
+        for tag, pattern in _resolvers
+        if not (tag == "tag:yaml.org,2002:float" and ":" in pattern.pattern.replace("(?:", ""))
+    ]
 
 
 def parse_yaml(text: str, *, source: str) -> tuple[dict[str, Any], dict[str, int]]:
@@ -69,18 +80,20 @@ def _construct(loader: yaml.SafeLoader, node: yaml.Node, path: str, lines: dict[
     if isinstance(node, yaml.MappingNode):
         mapping: dict[str, Any] = {}
         for key_node, value_node in node.value:
-            key = loader.construct_object(key_node, deep=True)  # type: ignore[no-untyped-call]
+            key = loader.construct_object(key_node, deep=True)
             line = key_node.start_mark.line + 1
             name = str(key)
             inner = f"{path}.{name}" if path else name
             if name in mapping:
-                raise ConfigError(f"{source}:{line}: key {inner!r} appears twice (first on line {lines[inner]}); keep one")
+                raise ConfigError(
+                    f"{source}:{line}: key {inner!r} appears twice (first on line {lines[inner]}); keep one"
+                )
             lines[inner] = line
             mapping[name] = _construct(loader, value_node, inner, lines, source)
         return mapping
     if isinstance(node, yaml.SequenceNode):
         return [_construct(loader, item, f"{path}[{i}]", lines, source) for i, item in enumerate(node.value)]
-    return loader.construct_object(node, deep=True)  # type: ignore[no-untyped-call]
+    return loader.construct_object(node, deep=True)
 
 
 def read_yaml(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
@@ -98,7 +111,7 @@ def read_yaml(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
 
 def apply_settings(tree: dict[str, Any], settings: Sequence[str]) -> dict[str, Any]:
     """Return ``tree`` with each ``dotted.key=value`` applied; values are YAML scalars or flow collections."""
-    merged = _copy(tree)
+    merged: dict[str, Any] = _copy(tree)
     for setting in settings:
         key, sign, text = setting.partition("=")
         if not sign or not key.strip():
@@ -179,6 +192,8 @@ def _residual_class(
 
 def _where(path: str, source: str, lines: Lines | None) -> str:
     line = (lines or {}).get(path)
+    if isinstance(line, str):
+        return f"{line}: "
     return f"{source}:{line}: " if line else f"{source}: "
 
 

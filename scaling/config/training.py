@@ -1,6 +1,6 @@
 """How a model is trained: data, optimiser, schedule, precision, evaluation and run settings.
 
-Sections of the configuration tree. Which fields count towards a run's identity is decided in ``scaling.identity``, by name.
+Sections of the configuration tree. Which fields count towards a run's identity is decided in ``scaling.identity``.
 """
 
 from __future__ import annotations
@@ -82,11 +82,11 @@ class OptimizerConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScheduleConfig:
-    """Length and learning-rate shape. Give ``steps`` or ``tokens_per_parameter``; the other is derived (``scaling.resolve``).
+    """Length and learning-rate shape. Give ``steps``, or ``tokens_per_parameter`` to derive them.
 
     ``parameters`` says which count ``tokens_per_parameter`` multiplies. The rate rises linearly over ``warmup_steps``
-    (or ``warmup_fraction`` of the steps), then falls to ``min_lr_ratio`` of its peak: along a cosine, or linearly over the
-    last ``decay_fraction`` (``wsd``), or not at all (``constant``).
+    (or ``warmup_fraction`` of the steps), then falls to ``min_lr_ratio`` of its peak: along a cosine, or linearly over
+    the last ``decay_fraction`` (``wsd``), or not at all (``constant``).
     """
 
     kind: Literal["cosine", "wsd", "constant"] = "cosine"
@@ -116,8 +116,8 @@ class PrecisionConfig:
 class EvaluationConfig:
     """Held-out loss every ``every_steps`` and at the end, over the same ``num_sequences`` sequences each time.
 
-    ``tail`` evaluations at the end are averaged into the tail mean. ``protocol="papers"`` imitates the MHAR paper (the training corpus
-    reshuffled with seed + 9999, not held out).
+    ``tail`` evaluations at the end are averaged into the tail mean. ``protocol="papers"`` imitates the MHAR paper (the
+    training corpus reshuffled with seed + 9999, not held out).
     """
 
     every_steps: int = 500
@@ -143,6 +143,7 @@ class RunSettings:
     checkpoint_every_minutes: float | None = 10.0
     keep_checkpoints: int = 2
     permanent_every_steps: int | None = None
+    save_weights: bool = True
     device: Literal["auto", "cpu", "cuda"] = "auto"
     threads: int | None = None
     compile: bool = False

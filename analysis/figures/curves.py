@@ -1,0 +1,176 @@
+"""Scaling curves: loss against compute with each method's law and band, and the arrows that define an iso-loss speedup.
+
+The lower panel subtracts the baseline's law, because differences that decide between methods are thin lines in the
+upper.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from scaling.analysis.digits import speedup as speedup_text
+from scaling.analysis.figures import style
+from scaling.analysis.readings import Curve, Speedup
+
+AXES: Final = {
+    "flops": "training compute (FLOPs)",
+    "flops_6nd": "training compute, 6ND (FLOPs)",
+    "tokens": "training tokens",
+    "wall_time_s": "wall time (s)",
+    "gpu_seconds": "GPU time (s)",
+    "n_params": "parameters",
+    "n_params_non_embedding": "parameters, embeddings left out",
+}
+_MOST_ARROW_METHODS: Final = 4
+_MOST_END_LABELS: Final = 8
+
+
+def scaling_curves(
+    table: pd.DataFrame,
+    curves: Mapping[str, Curve],
+    speedups: Sequence[Speedup] = (),
+    *,
+    x: str = "flops",
+    loss: str = "val_loss",
+    baseline: str | None = "baseline",
+    width_in: float = style.WIDE_IN,
+) -> Figure:
+    """Runs as points, laws as lines with bands, and for each method the arrow from its loss to the baseline's law.
+
+    Parameters
+    ----------
+    table
+        Tidy runs; columns ``method``, ``x`` and ``loss`` are read.
+    curves
+        Method -> fitted law over its range; methods without one get points only.
+    speedups
+        Arrows are drawn from these: at the largest scale that does not extrapolate the baseline, else at the largest.
+    """
+    runs = table[["method", x, loss]].dropna()
+    runs = runs[(runs[x] > 0) & np.isfinite(runs[loss].astype(float))]
+    if runs.empty:
+        return style.empty(f"No run has both {AXES.get(x, x)} and a loss.", width_in=width_in)
+    methods = _order(list(runs["method"].unique()), baseline)
+    look = style.looks(methods, baseline=baseline)
+    has_lower = baseline in curves
+    height = 3.2 if not has_lower else 5.2
+    figure = Figure(figsize=(width_in, height), layout="constrained")
+    rows = figure.subplots(2, 1, sharex=True, height_ratios=[3, 2]) if has_lower else [figure.subplots()]
+    upper: Axes = rows[0]
+    ends = {}
+    for method in methods:
+        points = runs[runs["method"] == method]
+        xs, ys = points[x].astype(float).to_numpy(), points[loss].astype(float).to_numpy()
+        upper.plot(
+            xs, ys, look[method].marker, color=look[method].color, alpha=0.75, markeredgewidth=0, linestyle="none"
+        )
+        ends[method] = (float(xs.max()), float(ys[xs == xs.max()].mean()))
+        if method in curves:
+            _line(upper, curves[method], look[method])
+            ends[method] = (curves[method].x[-1], curves[method].loss[-1])
+    style.log_axis(upper, "x")
+    upper.set_ylabel("held-out loss (nats per token)")
+    upper.margins(x=0.04)
+    shown = [s for s in speedups if s.scales][:_MOST_ARROW_METHODS]
+    for place, found in enumerate(shown):
+        _arrow(upper, found, look[found.method].color, place)
+    if has_lower:
+        _differences(rows[1], runs, curves, look, methods, str(baseline), x, loss)
+    rows[-1].set_xlabel(AXES.get(x, x))
+    if len(methods) <= _MOST_END_LABELS and width_in > style.NARROW_IN:
+        names = {style.shorten(m, 18): ends[m] for m in methods}
+        style.end_labels(upper, names, {style.shorten(m, 18): look[m].color for m in methods})
+    else:
+        style.legend(figure, methods, look, width_in=width_in)
+    return figure
+
+
+def _order(methods: Sequence[str], baseline: str | None) -> list[str]:
+    return sorted(methods, key=lambda method: (method != baseline, method))
+
+
+def _line(axis: Axes, curve: Curve, look: style.Look) -> None:
+    axis.plot(curve.x, curve.loss, color=look.color, linestyle=look.dash, zorder=3)
+    if curve.low and curve.high:
+        axis.fill_between(curve.x, curve.low, curve.high, color=look.color, alpha=0.14, linewidth=0)
+
+
+def _arrow(axis: Axes, found: Speedup, color: str, place: int) -> None:
+    inside = [scale for scale in found.scales if not scale.extrapolated] or list(found.scales)
+    scale = max(inside, key=lambda item: item.compute)
+    if not np.isfinite(scale.baseline_compute) or scale.baseline_compute <= 0:
+        return
+    axis.annotate(
+        "",
+        xy=(scale.baseline_compute, scale.loss),
+        xytext=(scale.compute, scale.loss),
+        arrowprops={"arrowstyle": "-|>", "color": color, "linewidth": 1.3, "shrinkA": 0, "shrinkB": 0},
+        zorder=5,
+    )
+    axis.annotate(
+        speedup_text(scale.speedup),
+        xy=(float(np.sqrt(scale.baseline_compute * scale.compute)), scale.loss),
+        xytext=(0, 5 + 10 * place),
+        textcoords="offset points",
+        ha="center",
+        color=color,
+        fontsize=8,
+        fontweight="bold",
+        zorder=6,
+    )
+
+
+def _differences(
+    axis: Axes,
+    runs: pd.DataFrame,
+    curves: Mapping[str, Curve],
+    look: Mapping[str, style.Look],
+    methods: Sequence[str],
+    baseline: str,
+    x: str,
+    loss: str,
+) -> None:
+    reference = curves[baseline]
+    grid, level = np.log(reference.x), np.asarray(reference.loss)
+    for method in methods:
+        points = runs[runs["method"] == method]
+        xs, ys = points[x].astype(float).to_numpy(), points[loss].astype(float).to_numpy()
+        inside = (xs >= reference.x[0] * 0.999) & (xs <= reference.x[-1] * 1.001)
+        rest = ys[inside] - np.interp(np.log(xs[inside]), grid, level)
+        axis.plot(
+            xs[inside],
+            rest,
+            look[method].marker,
+            color=look[method].color,
+            alpha=0.75,
+            markeredgewidth=0,
+            linestyle="none",
+        )
+        if method in curves:
+            law = curves[method]
+            keep = (np.asarray(law.x) >= reference.x[0] * 0.999) & (np.asarray(law.x) <= reference.x[-1] * 1.001)
+            base = np.interp(np.log(law.x), grid, level)[keep]
+            axis.plot(
+                np.asarray(law.x)[keep],
+                np.asarray(law.loss)[keep] - base,
+                color=look[method].color,
+                linestyle=look[method].dash,
+                zorder=3,
+            )
+            if law.low and law.high:
+                axis.fill_between(
+                    np.asarray(law.x)[keep],
+                    np.asarray(law.low)[keep] - base,
+                    np.asarray(law.high)[keep] - base,
+                    color=look[method].color,
+                    alpha=0.14,
+                    linewidth=0,
+                )
+    axis.axhline(0, color=style.SOFT, linewidth=0.8)
+    axis.set_ylabel(f"loss minus {style.shorten(baseline, 14)}'s law")

@@ -1,0 +1,234 @@
+"""The one look of all figures: sizes, fonts, colours by method, direct labels. Each is drawn inside ``context``.
+
+Figures are plain ``matplotlib.figure.Figure`` objects (no global state); ``analysis.report`` saves them. Colours are
+Okabe and Ito's, which colour-blind readers tell apart; beyond seven methods line style and marker change too, so that
+no two methods share all three. ``INK``, ``SOFT``, ``GRID`` and ``PAPER`` are set nowhere else, so that a page may
+replace them by the colours of its own theme.
+
+References
+----------
+Okabe and Ito (2008), Color Universal Design.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+import matplotlib as mpl
+import seaborn as sns
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+
+INK: Final = "#1b1b1f"
+SOFT: Final = "#5f6068"
+GRID: Final = "#dcdde3"
+PAPER: Final = "#fefefe"
+PALETTE: Final = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6d00")
+_MARKERS: Final = ("o", "s", "^", "D", "v", "P", "X")
+_DASHES: Final[tuple[Literal["-", "--", ":", "-."], ...]] = ("-", "--", ":", "-.")
+WIDE_IN: Final = 7.0
+NARROW_IN: Final = 3.75  # a phone 390 px wide, less its margins
+
+_RC: Final[dict[str, Any]] = {
+    "font.family": "DejaVu Sans",  # comes with matplotlib, so it is there on every machine
+    "font.size": 9,
+    "axes.titlesize": 9.5,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.labelsize": 9,
+    "xtick.labelsize": 8,
+    "ytick.labelsize": 8,
+    "legend.fontsize": 8,
+    "legend.frameon": False,
+    "text.color": INK,
+    "axes.labelcolor": INK,
+    "axes.edgecolor": SOFT,
+    "axes.linewidth": 0.8,
+    "xtick.color": SOFT,
+    "ytick.color": SOFT,
+    "xtick.labelcolor": INK,
+    "ytick.labelcolor": INK,
+    "grid.color": GRID,
+    "grid.linewidth": 0.7,
+    "axes.facecolor": PAPER,
+    "figure.facecolor": PAPER,
+    "savefig.facecolor": PAPER,
+    "lines.linewidth": 1.7,
+    "lines.markersize": 4.5,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.unicode_minus": True,
+    "pdf.fonttype": 42,  # TrueType, embedded
+    "ps.fonttype": 42,
+    "svg.fonttype": "path",  # letters as outlines: the same everywhere
+    "svg.hashsalt": "isoloss",  # the same figure gives the same file
+    "figure.dpi": 100,
+    "savefig.dpi": 200,
+}
+
+
+@contextmanager
+def context() -> Iterator[None]:
+    """Seaborn's white-grid style with this project's settings, for drawing and for saving."""
+    with mpl.rc_context():
+        sns.set_theme(context="paper", style="whitegrid", rc=_RC)
+        yield
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Look:
+    """How one method is drawn, everywhere."""
+
+    color: str
+    marker: str
+    dash: Literal["-", "--", ":", "-."]
+
+
+def looks(methods: Sequence[str], *, baseline: str | None) -> dict[str, Look]:
+    """A look for each method: the baseline in ink, the others in order of name."""
+    others = sorted(set(methods) - {baseline})
+    found = {} if baseline is None else {baseline: Look(color=INK, marker="o", dash="-")}
+    for place, method in enumerate(others):
+        turn, colour = divmod(place, len(PALETTE))
+        marker = _MARKERS[(colour + turn) % len(_MARKERS)]
+        found[method] = Look(color=PALETTE[colour], marker=marker, dash=_DASHES[turn % len(_DASHES)])
+    return found
+
+
+def canvas(
+    panels: int,
+    *,
+    width_in: float = WIDE_IN,
+    panel_height_in: float = 2.6,
+    columns: int | None = None,
+    share_x: bool = False,
+) -> tuple[Figure, list[Axes]]:
+    """A figure of ``panels`` axes in as many columns as its width has room for."""
+    room = max(1, int(width_in // 2.2))
+    wanted = columns or (room if panels > 4 else min(panels, 2 if panels == 4 else 3))
+    ncols = max(1, min(wanted, room, panels))
+    nrows = math.ceil(panels / ncols)
+    figure = Figure(figsize=(width_in, 0.4 + panel_height_in * nrows), layout="constrained")
+    grid = figure.subplots(nrows, ncols, squeeze=False, sharex=share_x)
+    axes = [axis for row in grid for axis in row]
+    for spare in axes[panels:]:
+        spare.remove()
+    return figure, axes[:panels]
+
+
+def empty(message: str, *, width_in: float = WIDE_IN) -> Figure:
+    """A figure that says why there is nothing to draw."""
+    figure = Figure(figsize=(width_in, 1.2), layout="constrained")
+    axis = figure.subplots()
+    axis.set_axis_off()
+    axis.text(0.5, 0.5, message, ha="center", va="center", color=SOFT, wrap=True)
+    return figure
+
+
+def log_axis(axis: Axes, which: str, *, powers_only: bool = False) -> None:
+    """A logarithmic axis with readable ticks: powers of ten over decades, plain numbers within one."""
+    set_scale = axis.set_xscale if which == "x" else axis.set_yscale
+    set_scale("log")
+    low, high = axis.get_xlim() if which == "x" else axis.get_ylim()
+    spine = axis.xaxis if which == "x" else axis.yaxis
+    decades = math.log10(high / low) if low > 0 else 1.0
+    if decades >= 1.2:
+        spine.set_major_locator(LogLocator(base=10, numticks=8))
+        spine.set_minor_locator(LogLocator(base=10, subs=range(2, 10), numticks=60))
+        spine.set_minor_formatter(FuncFormatter(lambda _value, _place: ""))
+    else:
+        spine.set_major_locator(mpl.ticker.MaxNLocator(nbins=5, steps=[1, 2, 2.5, 5, 10]))
+        spine.set_minor_locator(NullLocator())
+    spine.set_major_formatter(FuncFormatter(tick))
+
+
+def tick(value: float, _place: int = 0) -> str:
+    """A tick's text: plain from 0.001, in thousands or millions from 10,000, a power of ten beyond.
+
+    >>> tick(0.25), tick(2500.0), tick(20000.0), tick(1e18), tick(3e15)
+    ('0.25', '2,500', '20k', '$10^{18}$', '$3{\\\\times}10^{15}$')
+    """
+    if value == 0:
+        return "0"
+    for unit, size in (("M", 1e6), ("k", 1e3)):
+        if 10 * 1e3 <= abs(value) < 1e9 and abs(value) >= size:
+            return f"{value / size:,.6g}{unit}".replace("-", "\u2212")
+    if 1e-3 <= abs(value) < 1e4:
+        return f"{value:,.6g}".replace("-", "\u2212")
+    exponent = math.floor(math.log10(abs(value)) + 1e-9)
+    mantissa = value / 10.0**exponent
+    front = "" if abs(mantissa - 1) < 1e-6 else f"{mantissa:.3g}{{\\times}}"
+    return f"${front}10^{{{exponent}}}$"
+
+
+def spread(positions: Mapping[str, float], *, gap: float, low: float, high: float) -> dict[str, float]:
+    """Positions moved apart to at least ``gap``, in order, as little as a single sweep each way allows.
+
+    Used for direct labels, in units of the axis's height.
+    """
+    order = sorted(positions, key=lambda name: positions[name])
+    placed: dict[str, float] = {}
+    floor = low
+    for name in order:
+        placed[name] = max(positions[name], floor)
+        floor = placed[name] + gap
+    ceiling = high
+    for name in reversed(order):
+        placed[name] = min(placed[name], ceiling)
+        ceiling = placed[name] - gap
+    return placed
+
+
+def end_labels(
+    axis: Axes, ends: Mapping[str, tuple[float, float]], colors: Mapping[str, str], *, size: float = 8
+) -> None:
+    """Write each line's name at its right end, moved apart, in the line's colour, outside the axes."""
+    transform = axis.transData
+    heights = {}
+    for name, (x, y) in ends.items():
+        _, height = axis.transAxes.inverted().transform(transform.transform((x, y)))
+        heights[name] = float(height)
+    height_in = axis.get_window_extent().height / axis.figure.dpi
+    gap = 1.25 * size / 72 / max(height_in, 0.5)
+    for name, height in spread(heights, gap=gap, low=0.02, high=0.98).items():
+        axis.annotate(
+            name,
+            (1.015, height),
+            xycoords="axes fraction",
+            color=colors[name],
+            fontsize=size,
+            va="center",
+            ha="left",
+            annotation_clip=False,
+        )
+
+
+def legend(figure: Figure, methods: Sequence[str], look: Mapping[str, Look], *, width_in: float) -> None:
+    """One legend under the figure, for many methods or many panels."""
+    handles = [
+        mpl.lines.Line2D([], [], color=look[m].color, marker=look[m].marker, linestyle=look[m].dash, label=shorten(m))
+        for m in methods
+    ]
+    columns = max(1, min(len(handles), int(width_in / 1.3)))
+    figure.legend(handles=handles, loc="outside lower center", ncols=columns)
+
+
+def shorten(name: str, limit: int = 26) -> str:
+    """A long name, cut in the middle, with mathematics switched off."""
+    safe = name.replace("$", r"\$").replace("\n", " ")
+    return safe if len(safe) <= limit else f"{safe[: limit - 9]}…{safe[-8:]}"
+
+
+def few_ticks(count: int = 5) -> mpl.ticker.Locator:
+    """At most ``count`` intervals between round numbers."""
+    return mpl.ticker.MaxNLocator(nbins=count, steps=[1, 2, 2.5, 5, 10])
+
+
+def plain_ticks() -> FuncFormatter:
+    """Ticks written by ``tick``."""
+    return FuncFormatter(tick)

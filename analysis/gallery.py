@@ -1,0 +1,142 @@
+"""The figures of a report: which there are for given findings, with captions, words for those who cannot see, and data.
+
+After ``figures`` and ``findings``, before ``page`` and ``report``. Nothing is drawn here: ``draw`` is called by them,
+once for each width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pandas as pd
+from matplotlib.figure import Figure
+
+from scaling.analysis.figures.curves import AXES, scaling_curves
+from scaling.analysis.figures.deltas import seed_deltas
+from scaling.analysis.figures.losses import TAIL_EVALUATIONS, loss_curves
+from scaling.analysis.figures.noises import noise_floor
+from scaling.analysis.findings import Findings
+from scaling.analysis.tables.core import convention_text, dropped_text
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Picture:
+    """One figure to be drawn: ``draw(width_in)``; ``alt`` tells it in words; ``data`` is what it shows."""
+
+    name: str
+    section: str
+    title: str
+    caption: str
+    alt: str
+    draw: Callable[[float], Figure]
+    data: pd.DataFrame
+
+
+def pictures(found: Findings) -> list[Picture]:
+    """The figures that these findings can fill, in reading order."""
+    built = [_curves(found), _deltas(found), _noise(found), _losses(found)]
+    return [picture for picture in built if picture is not None]
+
+
+def _curves(found: Findings) -> Picture | None:
+    columns = ["run_key", "method", "size", "seed", found.x, "val_loss"]
+    data = found.table[columns].dropna(subset=[found.x, "val_loss"])
+    if data.empty:
+        return None
+    baseline = found.baseline
+    base = f" Lower panel: the same minus {baseline}'s law." if baseline in found.curves else ""
+    level = found.speedups[0].level if found.speedups else 0.95
+    arrows = (
+        f" An arrow runs from a method's loss to where {baseline}'s law has the same loss; its length is the speedup."
+        if found.speedups
+        else ""
+    )
+    laws = f" Lines: fitted laws with {level:.0%} bands." if found.curves else " No law could be fitted."
+    return Picture(
+        name="scaling-curves",
+        section="speedups",
+        title="Loss against compute",
+        caption=f"Points: runs ({found.num_seeds or 'no'} seeds).{laws}{arrows}{base} "
+        f"{convention_text(found.conventions)}"
+        f"{dropped_text(len(found.dropped))}",
+        alt=f"Held-out loss against {AXES.get(found.x, found.x)} for {', '.join(found.methods[:12])}. {_told(found)}",
+        draw=lambda width: scaling_curves(
+            found.table, found.curves, found.speedups, x=found.x, baseline=baseline, width_in=width
+        ),
+        data=data,
+    )
+
+
+def _told(found: Findings) -> str:
+    told = [f"{s.method}: speedup {s.mean:.3g}" for s in found.speedups if s.mean == s.mean]
+    return "; ".join(told[:12]) + ("." if told else "")
+
+
+def _deltas(found: Findings) -> Picture | None:
+    if not found.deltas or found.baseline is None:
+        return None
+    baseline = found.baseline
+    sd = next((noise.sd for noise in found.noises if noise.counts_for_methods), None)
+    rows = [
+        {"method": d.method, "size": d.size, "seed": seed, "delta": value, "mean": d.mean, "low": d.low, "high": d.high}
+        for d in found.deltas
+        for seed, value in zip(d.seeds, d.deltas, strict=True)
+    ]
+    level = found.deltas[0].level
+    shade = " Shaded: two standard deviations of seed noise either way." if sd is not None else ""
+    alt = "; ".join(f"{d.method} at {d.size}: {d.mean:.3g}, {d.verdict}" for d in found.deltas[:24])
+    return Picture(
+        name="seed-deltas",
+        section="seeds",
+        title="Loss differences by seed",
+        caption=f"Each dot is one pair of runs with the same seed; bars are {level:.0%} intervals of the mean, cut "
+        f"at the "
+        f"edge where they are far wider than the dots. Left of zero: lower loss than {baseline}.{shade}",
+        alt=f"Loss minus {baseline}'s: {alt}.",
+        draw=lambda width: seed_deltas(
+            found.deltas, baseline=baseline, noise_sd=sd, sizes=found.sizes or None, width_in=width
+        ),
+        data=pd.DataFrame(rows),
+    )
+
+
+def _noise(found: Findings) -> Picture | None:
+    if not found.noises:
+        return None
+    rows = [{"what": n.label, "sd_or_effect": n.sd, "low": n.low, "high": n.high, "n": n.n} for n in found.noises]
+    rows += [
+        {"what": f"{d.method} at {d.size}", "sd_or_effect": abs(d.mean), "low": d.low, "high": d.high, "n": d.n}
+        for d in found.deltas
+    ]
+    return Picture(
+        name="noise-floor",
+        section="noise",
+        title="Effects against the noise",
+        caption="Above: standard deviations of the loss by kind of noise. Below: absolute mean differences between "
+        "methods; "
+        "filled where the interval leaves out zero. The shaded band is seed noise, which alone judges methods.",
+        alt="; ".join(f"{n.label}: {n.sd:.2g} nats" for n in found.noises) + ".",
+        draw=lambda width: noise_floor(found.noises, found.deltas, baseline=found.baseline or "", width_in=width),
+        data=pd.DataFrame(rows),
+    )
+
+
+def _losses(found: Findings) -> Picture | None:
+    histories = found.histories
+    if histories is None or histories.empty:
+        return None
+    data = histories[(histories["metric"] == "val/loss") & histories["run_key"].isin(found.table["run_key"])]
+    if data.empty:
+        return None
+    return Picture(
+        name="loss-curves",
+        section="losses",
+        title="Loss during training",
+        caption=f"Held-out loss of each run by step, one panel a size. Shaded: the last {TAIL_EVALUATIONS} "
+        f"evaluations, which "
+        "the tail mean averages. The steep fall of the first steps is cut off.",
+        alt=f"Loss curves of {data['run_key'].nunique()} runs.",
+        draw=lambda width: loss_curves(found.table, histories, baseline=found.baseline, width_in=width),
+        data=data[["run_key", "step", "value"]],
+    )

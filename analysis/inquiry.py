@@ -1,0 +1,176 @@
+"""Has everything computed that a report says about a table, and keeps the refusals.
+
+After the computing modules, before ``summary`` and ``report``; it estimates nothing itself. What the data cannot
+support is no error here: a refusal becomes a ``Failure`` with its reason, which the report prints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar
+
+import pandas as pd
+
+from scaling.analysis.findings import Failure, Findings
+from scaling.analysis.readings import Curve, Speedup, read_speedup
+from scaling.analysis.result import Caution, Result
+from scaling.analysis.schema import COLUMNS
+from scaling.errors import ScalingError, TableError, nearest
+
+if TYPE_CHECKING:
+    from scaling.analysis.cells import Cell
+
+T = TypeVar("T")
+_Speedups = tuple[tuple[Speedup, ...], Mapping[str, Curve]]
+DEFAULT_BASELINE = "baseline"
+
+
+class _Log:
+    """Collects results, cautions and failures of one inquiry."""
+
+    def __init__(self) -> None:
+        self.results: dict[str, Result] = {}
+        self.failures: list[Failure] = []
+
+    def ask(self, what: str, question: Callable[[], T], default: T) -> T:
+        """The answer, or ``default`` with the refusal noted."""
+        try:
+            return question()
+        except ScalingError as error:
+            self.failures.append(Failure(what=what, reason=str(error).rstrip(".")))
+            return default
+
+
+def inquire(
+    table: pd.DataFrame,
+    histories: pd.DataFrame | None = None,
+    *,
+    baseline: str | None = None,
+    dropped: Sequence[tuple[str, str]] = (),
+    rng: int = 0,
+) -> Findings:
+    """Laws, speedups, paired deltas and noise of a tidy table.
+
+    Parameters
+    ----------
+    table, histories
+        Tidy runs and their metrics; missing columns are taken as empty.
+    baseline
+        Method that the others are compared with; default ``"baseline"`` where there is one, else no comparison.
+    dropped
+        Runs left out before, as (run, reason).
+    rng
+        Seed of every bootstrap.
+
+    Raises
+    ------
+    TableError
+        If the table has no run, no ``method`` or ``val_loss``, or not the baseline named.
+    """
+    runs = complete(table)
+    base = pick_baseline(runs, baseline)
+    log = _Log()
+    found: _Speedups = ((), {})
+    others = runs["method"].dropna().nunique() > 1
+    if base is not None and others and runs["flops"].notna().any():
+        found = log.ask("The compute saved at equal loss", lambda: _speedups(runs, base, rng, log), found)
+    lost = {*dropped}
+    cautions: dict[str, Caution] = {}
+    for result in log.results.values():
+        lost |= {_lost(runs, item.row, item.run, item.reason) for item in result.dropped}
+        cautions |= {caution.message: caution for caution in result.warnings}
+    return Findings(
+        table=runs,
+        histories=histories,
+        baseline=base,
+        x="flops",
+        curves=found[1],
+        speedups=found[0],
+        failures=tuple(log.failures),
+        cautions=tuple(cautions.values()),
+        dropped=tuple(sorted(lost)),
+        results=log.results,
+    )
+
+
+def complete(table: pd.DataFrame) -> pd.DataFrame:
+    """The table with every column of the schema, missing ones empty, other ones kept at the end.
+
+    Raises
+    ------
+    TableError
+        If it has no rows, or lacks ``method`` or ``val_loss``.
+    """
+    if len(table) == 0:
+        raise TableError("the table holds no run; nothing to report (check --where and --sweep)")
+    for needed in ("method", "val_loss"):
+        if needed not in table.columns:
+            have = ", ".join(map(str, table.columns))
+            raise TableError(f"column {needed!r} is missing; the table has: {have}; name it with --columns")
+    runs = table.copy()
+    for name, kind in COLUMNS.items():
+        if name not in runs.columns:
+            runs[name] = pd.Series(pd.NA, index=runs.index, dtype=kind) if kind != "float64" else float("nan")
+    if runs["run_key"].isna().any():
+        runs["run_key"] = (
+            runs["run_key"]
+            .astype("string")
+            .fillna(pd.Series([f"row {i}" for i in range(len(runs))], index=runs.index, dtype="string"))
+        )
+    known = list(COLUMNS)
+    return runs[[*known, *(c for c in runs.columns if c not in COLUMNS)]].reset_index(drop=True)
+
+
+def pick_baseline(runs: pd.DataFrame, wanted: str | None) -> str | None:
+    """The baseline's name: the wanted one, else ``baseline`` where it is a method, else ``None``."""
+    methods = sorted(runs["method"].dropna().unique())
+    if wanted is None:
+        return DEFAULT_BASELINE if DEFAULT_BASELINE in methods else None
+    if wanted not in methods:
+        raise TableError(f"baseline {wanted!r} is not a method of the table; {nearest(wanted, methods)}")
+    return wanted
+
+
+def _lost(runs: pd.DataFrame, row: int | None, run: str | None, reason: str) -> tuple[str, str]:
+    if run is None and row is not None and 0 <= row < len(runs):
+        name = runs["name"].iloc[row]
+        run = str(runs["run_key"].iloc[row]) if pd.isna(name) else f"{name} ({runs['run_key'].iloc[row]})"
+    return (run or f"row {row}", reason)
+
+
+def _speedups(runs: pd.DataFrame, baseline: str, rng: int, log: _Log) -> _Speedups:
+    from scaling.analysis.cells import make_cells
+    from scaling.analysis.screen import screen
+    from scaling.analysis.speedup import compare_speedup
+
+    found = compare_speedup(runs, baseline=baseline, rng=rng)
+    log.results |= {f"speedup {method}": result for method, result in found.items()}
+    frame = screen(runs, needs=["method", "loss", "C"], analysis="report").frame
+    cells = make_cells(frame, cost="C")
+    curves: dict[str, Curve] = {}
+    for method, result in found.items():
+        if result.status == "refused":
+            reason = result.warnings[-1].message if result.warnings else "refused"
+            log.failures.append(Failure(what=f"The compute that {method} saves", reason=reason.rstrip(".")))
+            continue
+        nothing: tuple[Curve, ...] = ()
+        pair = log.ask(f"The law of {method}", partial(_pair, cells, baseline, method, result), nothing)
+        for curve in pair:
+            curves.setdefault(curve.method, curve)
+    return tuple(read_speedup(m, r) for m, r in found.items() if r.status != "refused"), curves
+
+
+def _pair(cells: Mapping[str, Mapping[str, Cell]], baseline: str, method: str, result: Result) -> tuple[Curve, ...]:
+    from scaling.analysis.band import pair_curves
+
+    noise = result.details["noise_floor"]
+    first, second = pair_curves(
+        list(cells[baseline].values()),
+        list(cells[method].values()),
+        shared=result.conventions.get("asymptote") == "shared",
+        sd=float(noise["sd_loss"]),
+        df=float(noise["df"]),
+        level=result.interval.level if result.interval else 0.95,
+    )
+    return (first,) if second is None else (first, second)

@@ -1,0 +1,140 @@
+"""What drawings and tables need from result objects, under names of their own.
+
+Stands between the computing modules and ``tables`` and ``figures``: the only place that knows where in
+``Result.details`` a curve, a pair or a noise component is kept. Nothing is estimated here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from scaling.analysis.result import Result
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Curve:
+    """A fitted law drawn over its range: losses (nats a token) at ``x``, with the band of its mean."""
+
+    method: str
+    x: tuple[float, ...]
+    loss: tuple[float, ...]
+    low: tuple[float, ...] = ()
+    high: tuple[float, ...] = ()
+    formula: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class IsoLoss:
+    """One scale of a speedup: the method has ``loss`` at ``compute``, the baseline at ``baseline_compute``."""
+
+    scale: str
+    compute: float
+    loss: float
+    baseline_compute: float
+    speedup: float
+    low: float | None
+    high: float | None
+    extrapolated: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Speedup:
+    """A method's speedup over the baseline: geometric mean over scales, interval, trend over compute."""
+
+    method: str
+    mean: float
+    low: float | None
+    high: float | None
+    level: float
+    scales: tuple[IsoLoss, ...]
+    trend: float | None  # change of log speedup for each tenfold of compute
+    trend_p: float | None
+    n: int
+    df: float | None
+    currency: str
+    status: str
+    interval_method: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Delta:
+    """Loss of a method minus the baseline's at one size: each pair, their mean with its interval."""
+
+    method: str
+    size: str
+    seeds: tuple[int | None, ...]
+    deltas: tuple[float, ...]
+    mean: float
+    low: float | None
+    high: float | None
+    level: float
+    n: int
+    df: float | None
+    p: float | None
+    p_adjusted: float | None
+    rho: float | None
+    paired: bool
+    smallest_sign_flip_p: float | None
+
+    @property
+    def verdict(self) -> Literal["lower", "higher", "undecided"]:
+        """Whether the interval lies below zero, above it, or holds it."""
+        if self.low is None or self.high is None:
+            return "undecided"
+        return "lower" if self.high < 0 else "higher" if self.low > 0 else "undecided"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Noise:
+    """One kind of noise as a standard deviation of the loss, with its interval."""
+
+    kind: str
+    label: str
+    sd: float
+    low: float | None
+    high: float | None
+    n: int
+    df: float | None
+    counts_for_methods: bool  # only seed noise does
+    note: str = ""
+
+
+def read_speedup(method: str, result: Result) -> Speedup:
+    """A ``compare speedup`` result under this module's names."""
+    interval = result.interval
+    trend = _finite(result.estimate.get("trend_per_decade"))
+    return Speedup(
+        method=method,
+        mean=float(result.estimate["speedup"]),
+        low=_finite(interval.low.get("speedup")) if interval else None,
+        high=_finite(interval.high.get("speedup")) if interval else None,
+        level=interval.level if interval else 0.95,
+        scales=tuple(_scale(entry) for entry in result.details["scales"] if entry["speedup"] is not None),
+        trend=trend,
+        trend_p=_finite(result.details.get("trend_p")),
+        n=result.n,
+        df=result.df,
+        currency=result.conventions.get("currency", "flops"),
+        status=result.status,
+        interval_method=interval.method if interval else "",
+    )
+
+
+def _scale(entry: Mapping[str, Any]) -> IsoLoss:
+    return IsoLoss(
+        scale=str(entry["scale"]),
+        compute=float(entry["cost"]),
+        loss=float(entry["loss"]),
+        baseline_compute=float(entry["cost"]) * float(entry["speedup"]),
+        speedup=float(entry["speedup"]),
+        low=_finite(entry.get("low")),
+        high=_finite(entry.get("high")),
+        extrapolated=bool(entry.get("extrapolated")),
+    )
+
+
+def _finite(value: float | None) -> float | None:
+    return None if value is None or not math.isfinite(value) else float(value)

@@ -1,0 +1,145 @@
+"""Writes a ``Table`` as Markdown, LaTeX (booktabs), HTML or CSV text; ``report`` puts the text into files.
+
+Every string that came from a run is escaped for the language it is written in.
+"""
+
+from __future__ import annotations
+
+import html as _html
+import re
+from collections.abc import Callable
+from typing import Final
+
+from scaling.analysis.digits import MINUS, MISSING
+from scaling.analysis.tables.table import Cell, Table
+from scaling.errors import UsageError, nearest
+
+_LATEX_SPECIAL: Final = {
+    "\\": r"\textbackslash{}",
+    "&": r"\&",
+    "%": r"\%",
+    "$": r"\$",
+    "#": r"\#",
+    "_": r"\_",
+    "{": r"\{",
+    "}": r"\}",
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+    "<": r"\textless{}",
+    ">": r"\textgreater{}",
+    MINUS: "$-$",
+    MISSING: "--",
+    "×": r"$\times$",
+    "∞": r"$\infty$",
+    "±": r"$\pm$",
+    "·": r"$\cdot$",
+    "≥": r"$\ge$",
+    "≤": r"$\le$",
+    "→": r"$\to$",
+}
+_PROSE_FROM: Final = 24  # letters; longer texts get a column wide enough to read
+_MARKDOWN_SPECIAL: Final = re.compile(r"([\\`*_\[\]<>|])")
+
+
+def markdown(table: Table) -> str:
+    """A pipe table under its title and caption; best values bold, ties marked with ``=``."""
+    head = "| " + " | ".join(markdown_text(column.label) for column in table.columns) + " |"
+    rule = "|" + "|".join(" ---: " if column.is_numeric else " --- " for column in table.columns) + "|"
+    lines = [
+        "| " + " | ".join(_marked(markdown_text(cell.text), cell, "**{}**", "{} (=)") for cell in row) + " |"
+        for row in table.rows()
+    ]
+    notes = [f"- {markdown_text(note)}" for note in table.notes]
+    parts = [f"**{markdown_text(table.title)}.** {markdown_text(table.caption)}", "\n".join([head, rule, *lines])]
+    return "\n\n".join(parts + (["\n".join(notes)] if notes else [])) + "\n"
+
+
+def latex(table: Table) -> str:
+    """A ``table`` environment with booktabs rules; the document needs ``\\usepackage{booktabs}`` and nothing else."""
+    layout = "".join("r" if column.is_numeric else "l" for column in table.columns)
+    head = " & ".join(latex_text(column.label) for column in table.columns) + r" \\"
+    lines = [
+        " & ".join(_marked(latex_text(cell.text), cell, r"\textbf{{{}}}", r"{}$^{{=}}$") for cell in row) + r" \\"
+        for row in table.rows()
+    ]
+    notes = [r"\par\smallskip\footnotesize " + latex_text(" ".join(table.notes))] if table.notes else []
+    body = [
+        r"\begin{table}[htbp]",
+        r"\centering\small",
+        rf"\caption{{\textbf{{{latex_text(table.title)}.}} {latex_text(table.caption)}}}",
+        rf"\label{{tab:{re.sub(r'[^a-z0-9-]', '-', table.name)}}}",
+        rf"\begin{{tabular}}{{{layout}}}",
+        r"\toprule",
+        head,
+        r"\midrule",
+        *lines,
+        r"\bottomrule",
+        r"\end{tabular}",
+        *notes,
+        r"\end{table}",
+    ]
+    return "\n".join(body) + "\n"
+
+
+def html(table: Table, *, classes: str = "data", box: str = "scroll") -> str:
+    """A ``table`` element whose cells carry the unrounded number in ``data-v`` for sorting."""
+    escape = _html.escape
+    head = "".join(
+        f'<th scope="col"{" class=num" if column.is_numeric else ""}>{escape(column.label)}</th>'
+        for column in table.columns
+    )
+    rows = "\n".join("<tr>" + "".join(_html_cell(cell) for cell in row) + "</tr>" for row in table.rows())
+    notes = "".join(f"<li>{escape(note)}</li>" for note in table.notes)
+    return (
+        f'<div class="{box}" tabindex="0" role="region" aria-label="{escape(table.title)}">'
+        f'<table class="{classes}" id="table-{escape(table.name)}">'
+        f"<caption><span><strong>{escape(table.title)}.</strong> {escape(table.caption)}</span></caption>"
+        f"<thead><tr>{head}</tr></thead>\n<tbody>\n{rows}\n</tbody></table></div>"
+        + (f'<ul class="notes">{notes}</ul>' if notes else "")
+    )
+
+
+def csv(table: Table) -> str:
+    """The unrounded frame, marks and bounds included."""
+    return str(table.frame.to_csv(index=False, lineterminator="\n"))
+
+
+FORMATS: Final[dict[str, Callable[[Table], str]]] = {"md": markdown, "tex": latex, "html": html, "csv": csv}
+
+
+def write(table: Table, fmt: str) -> str:
+    """The table in the named format.
+
+    Raises
+    ------
+    UsageError
+        If there is no such format.
+    """
+    if fmt not in FORMATS:
+        raise UsageError(f"table format {fmt!r} is unknown; {nearest(fmt, FORMATS)}")
+    return FORMATS[fmt](table)
+
+
+def latex_text(text: str) -> str:
+    """Text with LaTeX's special characters made harmless; other non-ASCII characters stay as they are (UTF-8)."""
+    return "".join(_LATEX_SPECIAL.get(character, character) for character in re.sub(r"\s+", " ", text))
+
+
+def markdown_text(text: str) -> str:
+    """Text whose characters mean nothing to Markdown."""
+    return _MARKDOWN_SPECIAL.sub(r"\\\1", re.sub(r"\s+", " ", text))
+
+
+def _marked(text: str, cell: Cell, best: str, tie: str) -> str:
+    if cell.mark == "best":
+        return best.format(text)
+    return tie.format(text) if cell.mark == "tie" else text
+
+
+def _html_cell(cell: Cell) -> str:
+    kind = "num" if cell.is_numeric else "prose" if len(cell.text) > _PROSE_FROM else ""
+    classes = " ".join(name for name in (kind, cell.mark) if name)
+    value = "" if cell.sort is None or not cell.is_numeric else f' data-v="{cell.sort!r}"'
+    attribute = f' class="{classes}"' if classes else ""
+    title = ' title="not distinguishable from the best"' if cell.mark == "tie" else ""
+    return f"<td{attribute}{value}{title}>{_html.escape(cell.text)}</td>"

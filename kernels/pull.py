@@ -1,0 +1,346 @@
+"""Forward kernels of depth routing: one site over the newest sources, or a group of sites over all older ones.
+
+:func:`pull` runs at every site. A program of one warp handles one token: it takes the newest source from the
+sublayer's output, writes it into its bank row, and folds the group's sources and the partial result of the older ones
+into one online softmax. :func:`pull_group` runs once per group of sites: for one token and head, the scores of up to
+16 queries against all older sources and the mix are two small matrix products on tensor cores, so that one read of
+the bank serves the whole group.
+
+Shape legend: N rows of the bank, S sites, T tokens, D width, H heads, C = D / H. ``row_stride`` counts elements.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from scaling.kernels.tile import dot, head_tile, is_exact, load_tile, store_tile
+
+MAX_GROUP_QUERIES = 16  # rows of the smallest tensor-core tile: more queries in a group would need a second tile
+_MAX_WHOLE_ROWS = 64  # up to here one tile holds all older sources of a token and head; beyond, tiles of this many
+
+
+@triton.jit(do_not_specialize=["first_row", "last_row", "write_row", "site", "num_tokens"])
+def _pull_kernel(
+    source_ptr,  # (T, D) newest source
+    bank_ptr,  # (N, T, D)
+    partial_ptr,  # (T, D) mix of the older sources, may be the row that is overwritten
+    query_ptr,  # (S, D)
+    factor_ptr,  # (N, T) float32 RMS factors of the rows
+    lse_ptr,  # (S, T, H) float32; holds the partial's on entry
+    partial_lse_ptr,  # (T, H) float32
+    output_ptr,  # (T, D)
+    output_factor_ptr,  # (T,) float32 RMS factor of the output
+    first_row,
+    last_row,
+    write_row,
+    site,
+    num_tokens,
+    row_stride,
+    eps,
+    output_eps,
+    WRITE: tl.constexpr,
+    PARTIAL: tl.constexpr,
+    H: tl.constexpr,
+    HP: tl.constexpr,
+    C: tl.constexpr,
+    MAIN: tl.constexpr,
+    REST: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    D: tl.constexpr = H * C
+    head = tl.arange(0, HP)
+    head_mask = head < H
+    column = tl.arange(0, MAIN)
+    main = head[:, None] * C + column[None, :]
+    main_mask = head_mask[:, None] & (column[None, :] < C)
+    MASKED: tl.constexpr = HP != H
+    if REST > 0:
+        rest_column = MAIN + tl.arange(0, REST)
+        rest = head[:, None] * C + rest_column[None, :]
+        rest_mask = head_mask[:, None] & (rest_column[None, :] < C)
+        REST_MASKED: tl.constexpr = (HP != H) or (MAIN + REST != C)
+    site = site.to(tl.int64)
+    query_row = query_ptr + site * D
+    lse_row = lse_ptr + (site * num_tokens + token) * H
+
+    query = load_tile(query_row, main, main_mask, MASKED).to(tl.float32)
+    mixed = load_tile(source_ptr + token * D, main, main_mask, MASKED).to(tl.float32)
+    square = tl.sum(mixed * mixed, 1)
+    score = tl.sum(mixed * query, 1)
+    if REST > 0:
+        query_rest = load_tile(query_row, rest, rest_mask, REST_MASKED).to(tl.float32)
+        mixed_rest = load_tile(source_ptr + token * D, rest, rest_mask, REST_MASKED).to(tl.float32)
+        square += tl.sum(mixed_rest * mixed_rest, 1)
+        score += tl.sum(mixed_rest * query_rest, 1)
+    factor = 1.0 / tl.sqrt_rn(tl.sum(square, 0) / D + eps)
+    top = score * factor
+    total = tl.full([HP], 1.0, tl.float32)
+    newest = mixed
+    if REST > 0:
+        newest_rest = mixed_rest
+
+    if PARTIAL:
+        other = load_tile(partial_ptr + token * D, main, main_mask, MASKED).to(tl.float32)
+        other_lse = tl.load(partial_lse_ptr + token * H + head, mask=head_mask, other=0.0)
+        new_top = tl.maximum(top, other_lse)
+        keep = tl.exp(top - new_top)
+        share = tl.exp(other_lse - new_top)
+        mixed = mixed * keep[:, None] + other * share[:, None]
+        if REST > 0:
+            other_rest = load_tile(partial_ptr + token * D, rest, rest_mask, REST_MASKED).to(tl.float32)
+            mixed_rest = mixed_rest * keep[:, None] + other_rest * share[:, None]
+        total = keep + share
+        top = new_top
+        # The partial may live in the row that the newest source is about to overwrite.
+        tl.debug_barrier()
+
+    if WRITE:
+        write_row = write_row.to(tl.int64)
+        store_tile(bank_ptr + write_row * row_stride + token * D, main, newest, main_mask, MASKED)
+        if REST > 0:
+            store_tile(bank_ptr + write_row * row_stride + token * D, rest, newest_rest, rest_mask, REST_MASKED)
+        tl.store(factor_ptr + write_row * num_tokens + token, factor)
+
+    row_ptr = bank_ptr + first_row.to(tl.int64) * row_stride + token * D
+    row_factor_ptr = factor_ptr + first_row.to(tl.int64) * num_tokens + token
+    for _ in tl.range(first_row, last_row, num_stages=STAGES):
+        value = load_tile(row_ptr, main, main_mask, MASKED).to(tl.float32)
+        score = tl.sum(value * query, 1)
+        if REST > 0:
+            value_rest = load_tile(row_ptr, rest, rest_mask, REST_MASKED).to(tl.float32)
+            score += tl.sum(value_rest * query_rest, 1)
+        score *= tl.load(row_factor_ptr)
+        new_top = tl.maximum(top, score)
+        keep = tl.exp(top - new_top)
+        share = tl.exp(score - new_top)
+        mixed = mixed * keep[:, None] + value * share[:, None]
+        if REST > 0:
+            mixed_rest = mixed_rest * keep[:, None] + value_rest * share[:, None]
+        total = total * keep + share
+        top = new_top
+        row_ptr += row_stride
+        row_factor_ptr += num_tokens
+
+    mixed = mixed / total[:, None]
+    square = tl.sum(mixed * mixed, 1)
+    store_tile(output_ptr + token * D, main, mixed, main_mask, MASKED)
+    if REST > 0:
+        mixed_rest = mixed_rest / total[:, None]
+        square += tl.sum(mixed_rest * mixed_rest, 1)
+        store_tile(output_ptr + token * D, rest, mixed_rest, rest_mask, REST_MASKED)
+    tl.store(lse_row + head, top + tl.log(total), mask=head_mask)
+    tl.store(output_factor_ptr + token, 1.0 / tl.sqrt_rn(tl.sum(square, 0) / D + output_eps))
+
+
+@triton.jit(do_not_specialize=["num_rows", "first_site", "num_sites", "num_tokens"])
+def _pull_group_kernel(
+    bank_ptr,  # (N, T, D)
+    query_ptr,  # (S, D)
+    factor_ptr,  # (N, T) float32
+    partial_ptr,  # (num_sites, T, D), one row per site of the group
+    lse_ptr,  # (num_sites, T, H) float32
+    num_rows,
+    first_site,
+    num_sites,
+    num_tokens,
+    row_stride,
+    partial_stride,
+    H: tl.constexpr,
+    C: tl.constexpr,
+    MAIN: tl.constexpr,
+    REST: tl.constexpr,
+    QUERIES: tl.constexpr,
+    ROWS: tl.constexpr,
+    WHOLE: tl.constexpr,
+    TOKENS: tl.constexpr,
+    STAGES: tl.constexpr,
+    EXACT: tl.constexpr,
+):
+    D: tl.constexpr = H * C
+    head = tl.program_id(1)
+    first_token = tl.program_id(0) * TOKENS
+    last_token = tl.minimum(first_token + TOKENS, num_tokens)
+    query_index = tl.arange(0, QUERIES)
+    query_mask = (query_index < num_sites)[:, None]
+    row = tl.arange(0, ROWS)
+    main = head * C + tl.arange(0, MAIN)
+    query_row_ptr = query_ptr + (first_site + query_index[:, None]) * D
+    query = tl.load(query_row_ptr + main[None, :], mask=query_mask, other=0.0)
+    if REST > 0:
+        rest_column = MAIN + tl.arange(0, REST)
+        rest = head * C + rest_column
+        rest_mask = (rest_column < C)[None, :]
+        query_rest = tl.load(query_row_ptr + rest[None, :], mask=query_mask & rest_mask, other=0.0)
+    row_offset = row.to(tl.int64)[:, None] * row_stride
+    factor_offset = row.to(tl.int64) * num_tokens
+    partial_offset = query_index.to(tl.int64)[:, None] * partial_stride
+    for token in tl.range(first_token, last_token, num_stages=STAGES):
+        base = tl.cast(token, tl.int64) * D
+        if WHOLE:
+            row_mask = row < num_rows
+            value = tl.load(bank_ptr + base + row_offset + main[None, :], mask=row_mask[:, None], other=0.0)
+            factor = tl.load(factor_ptr + factor_offset + token, mask=row_mask, other=0.0)
+            score = dot(query, tl.trans(value), tl.zeros([QUERIES, ROWS], tl.float32), EXACT)
+            if REST > 0:
+                value_rest = tl.load(
+                    bank_ptr + base + row_offset + rest[None, :], mask=row_mask[:, None] & rest_mask, other=0.0
+                )
+                score = dot(query_rest, tl.trans(value_rest), score, EXACT)
+            score = tl.where(row_mask[None, :], score * factor[None, :], float("-inf"))
+            top = tl.max(score, 1)
+            weight = tl.exp(score - top[:, None])
+            total = tl.sum(weight, 1)
+            weight = (weight / total[:, None]).to(value.dtype)
+            mixed = dot(weight, value, tl.zeros([QUERIES, MAIN], tl.float32), EXACT)
+            if REST > 0:
+                mixed_rest = dot(weight, value_rest, tl.zeros([QUERIES, REST], tl.float32), EXACT)
+        else:
+            top = tl.full([QUERIES], float("-inf"), tl.float32)
+            total = tl.zeros([QUERIES], tl.float32)
+            mixed = tl.zeros([QUERIES, MAIN], tl.float32)
+            if REST > 0:
+                mixed_rest = tl.zeros([QUERIES, REST], tl.float32)
+            for start in tl.range(0, num_rows, ROWS):
+                row_mask = (start + row) < num_rows
+                block_ptr = bank_ptr + base + tl.cast(start, tl.int64) * row_stride
+                value = tl.load(block_ptr + row_offset + main[None, :], mask=row_mask[:, None], other=0.0)
+                factor = tl.load(
+                    factor_ptr + tl.cast(start, tl.int64) * num_tokens + factor_offset + token, mask=row_mask, other=0.0
+                )
+                score = dot(query, tl.trans(value), tl.zeros([QUERIES, ROWS], tl.float32), EXACT)
+                if REST > 0:
+                    value_rest = tl.load(
+                        block_ptr + row_offset + rest[None, :], mask=row_mask[:, None] & rest_mask, other=0.0
+                    )
+                    score = dot(query_rest, tl.trans(value_rest), score, EXACT)
+                score = tl.where(row_mask[None, :], score * factor[None, :], float("-inf"))
+                new_top = tl.maximum(top, tl.max(score, 1))
+                keep = tl.exp(top - new_top)
+                weight = tl.exp(score - new_top[:, None])
+                total = total * keep + tl.sum(weight, 1)
+                mixed = dot(weight.to(value.dtype), value, mixed * keep[:, None], EXACT)
+                if REST > 0:
+                    mixed_rest = dot(weight.to(value.dtype), value_rest, mixed_rest * keep[:, None], EXACT)
+                top = new_top
+            mixed = mixed / total[:, None]
+            if REST > 0:
+                mixed_rest = mixed_rest / total[:, None]
+        kind = partial_ptr.dtype.element_ty
+        tl.store(partial_ptr + base + partial_offset + main[None, :], mixed.to(kind), mask=query_mask)
+        if REST > 0:
+            tl.store(
+                partial_ptr + base + partial_offset + rest[None, :], mixed_rest.to(kind), mask=query_mask & rest_mask
+            )
+        lse_offset = (query_index.to(tl.int64) * num_tokens + token) * H + head
+        tl.store(lse_ptr + lse_offset, top + tl.log(total), mask=query_index < num_sites)
+
+
+def pull(
+    *,
+    source_TD: Tensor,
+    bank_NTD: Tensor,
+    factor_NT: Tensor,
+    query_SD: Tensor,
+    lse_STH: Tensor,
+    output_TD: Tensor,
+    output_factor_T: Tensor,
+    partial_TD: Tensor | None,
+    partial_lse_TH: Tensor | None,
+    rows: range,
+    write_row: int | None,
+    site: int,
+    eps: float,
+    output_eps: float,
+) -> None:
+    """Route one site over its newest source, bank ``rows``, and the partial result of older ones if given.
+
+    Writes the source and its RMS factor into ``write_row`` (unless None), the mix into ``output_TD``, the RMS factor
+    of the mix into ``output_factor_T`` and the site's row of ``lse_STH``.
+    """
+    num_tokens, width = source_TD.shape
+    tile = head_tile(width, lse_STH.shape[-1])
+    warps, stages = _pull_tuning(width)
+    _pull_kernel[(num_tokens,)](
+        source_TD,
+        bank_NTD,
+        partial_TD if partial_TD is not None else source_TD,
+        query_SD,
+        factor_NT,
+        lse_STH,
+        partial_lse_TH if partial_lse_TH is not None else lse_STH,
+        output_TD,
+        output_factor_T,
+        rows.start,
+        rows.stop,
+        -1 if write_row is None else write_row,
+        site,
+        num_tokens,
+        bank_NTD.stride(0),
+        eps,
+        output_eps,
+        WRITE=write_row is not None,
+        PARTIAL=partial_TD is not None,
+        H=tile.heads,
+        HP=tile.padded_heads,
+        C=tile.head_width,
+        MAIN=tile.main,
+        REST=tile.rest,
+        STAGES=stages,
+        num_warps=warps,
+    )
+
+
+def pull_group(
+    *,
+    bank_NTD: Tensor,
+    factor_NT: Tensor,
+    query_SD: Tensor,
+    partial_QTD: Tensor,
+    lse_QTH: Tensor,
+    num_rows: int,
+    sites: range,
+) -> None:
+    """Route all ``sites`` (at most :data:`MAX_GROUP_QUERIES`) over the first ``num_rows`` rows of the bank in one read."""
+    assert 0 < len(sites) <= MAX_GROUP_QUERIES and num_rows > 0
+    _, num_tokens, width = bank_NTD.shape
+    tile = head_tile(width, lse_QTH.shape[-1])
+    whole = num_rows <= _MAX_WHOLE_ROWS
+    rows = max(16, triton.next_power_of_2(num_rows)) if whole else _MAX_WHOLE_ROWS
+    tokens, warps, stages = _group_tuning(tile.head_width, rows)
+    _pull_group_kernel[(triton.cdiv(num_tokens, tokens), tile.heads)](
+        bank_NTD,
+        query_SD,
+        factor_NT,
+        partial_QTD,
+        lse_QTH,
+        num_rows,
+        sites.start,
+        len(sites),
+        num_tokens,
+        bank_NTD.stride(0),
+        partial_QTD.stride(0),
+        H=tile.heads,
+        C=tile.head_width,
+        MAIN=tile.main,
+        REST=tile.rest,
+        QUERIES=MAX_GROUP_QUERIES,
+        ROWS=rows,
+        WHOLE=whole,
+        TOKENS=tokens,
+        STAGES=stages,
+        EXACT=is_exact(bank_NTD.dtype),
+        num_warps=warps,
+    )
+
+
+def _pull_tuning(width: int) -> tuple[int, int]:
+    """Warps and pipeline stages of :func:`pull`; measurements in NOTES.md."""
+    return (1 if width <= 4096 else 4), 3
+
+
+def _group_tuning(head_width: int, rows: int) -> tuple[int, int, int]:
+    """Tokens a program, warps and pipeline stages of :func:`pull_group`; measurements in NOTES.md."""
+    return 8, (4 if head_width * rows >= 4096 else 2), 2

@@ -1,0 +1,204 @@
+"""Which rows, groups and order a forward and backward pass use, and the ledger that refuses every other order.
+
+Pure bookkeeping between the routing kernels and the operators of :mod:`scaling.kernels.bank`; no kernel is launched here.
+
+The bank holds one row a source. Site s reads the rows written before it and its own newest source. The row of a source
+is dead once its gradient is done, and the gradient G of the site before it appears right after: it takes that row's
+place, so that a forward and backward pass need one row more than there are sources.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from scaling.errors import KernelError
+
+_MAX_GROUP_QUERIES = 16  # pull.MAX_GROUP_QUERIES; pull imports triton, which planning must not need
+MAX_GROUP_SOURCES = 16  # rows of the tensor-core tile of gather_group
+MAX_GROUP_SITES = 64  # sites of one launch of gather_group
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """The schedule of one bank: a function of three numbers, the same in every pass.
+
+    Parameters
+    ----------
+    num_sites
+        Sites that mix sources: one before every sublayer, one before the final norm.
+    block
+        Sublayers whose outputs are summed into one source; 1 makes every output a source.
+    group
+        Sites that share one read of all older rows; 1 reads them for every site.
+    """
+
+    num_sites: int
+    block: int
+    group: int
+
+    def __post_init__(self) -> None:
+        if self.num_sites < 1 or self.block < 1 or not 1 <= self.group <= _MAX_GROUP_QUERIES - 1:
+            raise KernelError(
+                f"bank with {self.num_sites} sites, blocks of {self.block}, groups of {self.group}: "
+                f"sites and blocks must be at least 1, groups 1 to {_MAX_GROUP_QUERIES - 1}; choose other sizes"
+            )
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that hold sources."""
+        return self.num_sites if self.block == 1 else max(1, -(-(self.num_sites - 1) // self.block))
+
+    @property
+    def num_slots(self) -> int:
+        """Rows of the bank with those for partial results and gradients."""
+        return self.num_rows + (1 if self.block == 1 else self.block)
+
+    def write_row(self, site: int) -> int | None:
+        """Row that takes the site's newest source, or None if it is a running sum that later sites do not see."""
+        if self.block == 1:
+            return site
+        return site // self.block if site % self.block == 0 and site // self.block < self.num_rows else None
+
+    def rows_before(self, site: int) -> int:
+        """Rows written before the site, all of which it reads."""
+        return site if self.block == 1 else min(-(-site // self.block), self.num_rows)
+
+    def block_sites(self, site: int) -> range:
+        """Sites of the block that the site belongs to; the last site stands alone."""
+        last = self.num_sites - 1
+        if site == last:
+            return range(last, last + 1)
+        start = site - site % self.block
+        return range(start, min(start + self.block, last))
+
+    def forward_group(self, site: int) -> range:
+        """Sites that share the read of ``rows_before(start)`` rows with this one."""
+        if self.group == 1:
+            return range(site, site + 1)
+        if self.block == 1:
+            start = site - site % self.group
+            # A short last group joins the one before it, if its queries still fit into one tile.
+            remainder = self.num_sites % self.group
+            if start and start + self.group > self.num_sites and self.group + remainder <= _MAX_GROUP_QUERIES:
+                start -= self.group
+            stop = start + self.group
+            if self.num_sites - stop < self.group and self.num_sites - start <= _MAX_GROUP_QUERIES:
+                stop = self.num_sites
+            return range(start, stop)
+        sites = self.block_sites(site)
+        if site == sites.start:
+            return range(site, site + 1)
+        start = sites.start + 1 + (site - sites.start - 1) // _MAX_GROUP_QUERIES * _MAX_GROUP_QUERIES
+        return range(start, min(start + _MAX_GROUP_QUERIES, sites.stop))
+
+    def backward_group(self, site: int) -> range:
+        """With blocks of 1: sources whose gradients share one read of all later G with that of this source."""
+        assert self.block == 1
+        if self.group == 1:
+            return range(self.num_sites)
+        # Groups are counted from the last source; a short first one joins the next, if both fit into one tile.
+        remainder = self.num_sites % self.group
+        first = remainder
+        if remainder and remainder + self.group <= MAX_GROUP_SOURCES:
+            first = min(remainder + self.group, self.num_sites)
+        if site < first:
+            return range(first)
+        start = first + (site - first) // self.group * self.group
+        return range(start, start + self.group)
+
+    def partial_slot(self, site: int) -> int:
+        """Row that holds the partial mix of a site until the site runs."""
+        return site if self.block == 1 else self.num_rows + site - self.block_sites(site).start
+
+    def gradient_slot(self, site: int) -> int:
+        """Row that holds G of a site."""
+        return site + 1 if self.block == 1 else self.num_rows + site - self.block_sites(site).start
+
+
+@dataclasses.dataclass(kw_only=True, slots=True)
+class Ledger:
+    """What has been done to one bank, and the buffers its backward pass needs.
+
+    ``written`` counts the sites of the forward pass; the gradients of sites ``frontier`` and above are done.
+    """
+
+    plan: Plan
+    written: int = 0
+    frontier: int = dataclasses.field(init=False)
+    delta_STH: Tensor | None = None
+    query_gradient_PSD: Tensor | None = None
+    partial_KTD: Tensor | None = None
+    radial_KTH: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        self.frontier = self.plan.num_sites
+
+    def enter_site(self, site: int) -> bool:
+        """Admit the forward pass of a site; say whether it is a recomputation.
+
+        Raises
+        ------
+        KernelError
+            If the site is neither the next one nor, after a complete forward pass, one whose gradient is still to come.
+        """
+        if site == self.written:
+            self.written += 1
+            return False
+        if self.written < self.plan.num_sites:
+            raise KernelError(
+                f"source bank: site {site} ran when site {self.written} was next; a bank serves one forward pass of one "
+                "model, sites in order; open a new bank for every forward pass and model"
+            )
+        if not 0 <= site < self.frontier:
+            raise KernelError(
+                f"source bank: site {site} was recomputed, but backward has passed it and reused its row; allowed are "
+                f"sites below {self.frontier}; run the forward pass again"
+            )
+        return True
+
+    def enter_backward(self, site: int) -> None:
+        """Admit the backward pass of a site.
+
+        Raises
+        ------
+        KernelError
+            If it is not the highest site whose gradient is still to come: a second backward pass, ``retain_graph``, or
+            a loss that leaves out later sites.
+        """
+        if self.written < self.plan.num_sites:
+            raise KernelError(
+                f"source bank: backward of site {site} after a forward pass of {self.written} of {self.plan.num_sites} "
+                "sites; run all sites before backward"
+            )
+        if site != self.frontier - 1:
+            expected = f"site {self.frontier - 1} is next" if self.frontier else "its backward pass is already done"
+            raise KernelError(
+                f"source bank: backward of site {site}, but {expected}; rows are reused during backward, so that a second "
+                "backward pass, retain_graph and out-of-order gradients cannot be right; run the forward pass again"
+            )
+        self.frontier = site
+
+    def finish(self) -> Tensor:
+        """Close the backward pass: return the queries' gradient ``(S, D)`` and drop the buffers.
+
+        Raises
+        ------
+        KernelError
+            If the gradient of a site is missing.
+        """
+        if self.frontier or self.query_gradient_PSD is None:
+            raise KernelError(
+                f"source bank: the queries' gradient was asked for while {self.frontier} sites had none, or twice; "
+                "run the forward pass again"
+            )
+        gradient_SD = self.query_gradient_PSD.sum(0)
+        self.query_gradient_PSD = self.delta_STH = self.partial_KTD = self.radial_KTH = None
+        return gradient_SD
+
+
+def grouping(head_width: int, dtype: torch.dtype) -> int:
+    """Group size that measured best: 8, or 1 where a head is too wide for one tensor-core tile (see NOTES.md)."""
+    return 8 if head_width <= 256 else 1

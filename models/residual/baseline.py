@@ -1,0 +1,31 @@
+"""``baseline``: the pre-norm residual stream.
+
+h_0 = embedding, h_(s+1) = h_s + f_s(h_s) with f_s(h) = sublayer_s(RMSNorm(h)). No parameters, no extra FLOPs. Source:
+arXiv 2002.04745 (pre-norm), as in Qwen3.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from scaling.models.residual.method import Residual, State
+
+
+class Stream(State):
+    """One running sum."""
+
+    def __init__(self, embedding_BTD: Tensor) -> None:
+        self.stream_BTD = embedding_BTD
+
+    def read(self, site: int) -> Tensor:
+        return self.stream_BTD
+
+    def write(self, site: int, out_BTD: Tensor) -> None:
+        self.stream_BTD = self.stream_BTD + out_BTD
+
+
+class Baseline(Residual):
+    """The residual stream of the standard decoder."""
+
+    def start(self, embedding_BTD: Tensor, document_BT: Tensor | None) -> Stream:
+        return Stream(embedding_BTD)

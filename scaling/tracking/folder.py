@@ -1,0 +1,238 @@
+"""One run folder into one MLflow run: described, its new points sent, ended.
+
+Between ``syncer`` (which goes over all folders and finds or makes their runs) and ``store``. Every step may be repeated
+after a crash or a lost answer without changing what MLflow shows; a folder whose files did not change since all of it
+was sent costs one look at it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Final
+
+import yaml
+
+from scaling.config.tree import RunConfig, to_dict
+from scaling.errors import StoreError
+from scaling.identity import EXCLUDED
+from scaling.record import ATTEMPTS, CONFIG, END, Attempt, EndRecord, RunFolder
+from scaling.tracking import conventions
+from scaling.tracking.conventions import CURVES, STORE_STATUS, TERMINAL, RunView
+from scaling.tracking.journal import journal_names, new_pieces, seal, void_values
+from scaling.tracking.metrics import store_name
+from scaling.tracking.standing import JobState, standing
+from scaling.tracking.state import RunState
+from scaling.tracking.store import MAX_METRICS, Sample, Store, redact
+
+logger = logging.getLogger(__name__)
+
+FIGURES: Final = "figures"
+
+
+def unchanged(folder: RunFolder, known: RunState) -> bool:
+    """Whether the run is over and all of its files were sent as they are now."""
+    return known.status in TERMINAL and bool(known.seal) and known.seal == seal(folder)
+
+
+def send(folder: RunFolder, known: RunState, store: Store, job_state: JobState | None, *, fresh: bool) -> int:
+    """Send what is new in ``folder`` to its run (``known.run_id``), and note in ``known`` what was sent.
+
+    Parameters
+    ----------
+    fresh
+        Whether the run was made just now, so that the store has nothing of it yet.
+
+    Returns
+    -------
+    int
+        Metric values sent.
+
+    Raises
+    ------
+    RecordError
+        If a file of the folder is damaged.
+    StoreUnavailable
+        If the store does not answer; ``known`` says how far it went.
+    StoreError
+        If the store refuses something, or has another value for a parameter.
+    """
+    assert known.run_id is not None
+    files = seal(folder)
+    config, attempts, end = folder.config(), folder.attempts(), folder.end()
+    stands = standing(folder, attempts, end, job_state)
+    over = stands.status in TERMINAL
+    last, curve = _summary(folder) if over else ({}, "")
+    view = conventions.view(folder, config=config, attempts=attempts, end=end, standing=stands, curve=curve)
+    if known.status in TERMINAL and not over:
+        store.status(known.run_id, STORE_STATUS[stands.status], None)
+        known.status, known.finals = stands.status, ""
+    _parameters(folder, view, known, store, fresh=fresh)
+    if not known.artifacts:
+        _describe(folder, config, view, known, store)
+    _resume(folder, attempts, known, store)
+    sent = _points(folder, attempts, known, store)
+    if over and end is not None:
+        sent += _finals(end, last, known, store)
+    _tags(view, known, store)
+    _artifacts(folder, known, store, over=over)
+    if (known.status, known.ended_ms) != (stands.status, stands.ended_ms):
+        store.status(known.run_id, STORE_STATUS[stands.status], stands.ended_ms)
+        known.status, known.ended_ms = stands.status, stands.ended_ms
+    known.seal = files if over else []
+    return sent
+
+
+def _summary(folder: RunFolder) -> tuple[dict[str, tuple[int, float]], str]:
+    """Last (step, value) of each metric, and the hash of the loss curves."""
+    last: dict[str, tuple[int, float]] = {}
+    curves: dict[str, list[tuple[int, float]]] = {name: [] for name in CURVES}
+    for point in folder.points():
+        for name, value in point.metrics.items():
+            last[name] = (point.step, value)
+            if name in curves:
+                curves[name].append((point.step, value))
+    return last, conventions.curve_hash(curves)
+
+
+def _parameters(folder: RunFolder, view: RunView, known: RunState, store: Store, *, fresh: bool) -> None:
+    digest = _digest(view.params)
+    if known.params == digest:
+        return
+    assert known.run_id is not None
+    stored = {} if fresh else store.params(known.run_id) or {}
+    for name, value in view.params.items():
+        if name in stored and stored[name] != value and name not in EXCLUDED:
+            raise StoreError(
+                f"{folder.path / CONFIG}: parameter {name!r} is {value[:200]!r}, but {stored[name][:200]!r} in run "
+                f"{known.run_id} of {redact(store.uri)}; a resume must keep it: restore it, or choose another experiment"
+            )
+    missing = {name: value for name, value in view.params.items() if name not in stored}
+    if missing:
+        store.log(known.run_id, params=missing)
+    known.params = digest
+
+
+def _describe(folder: RunFolder, config: RunConfig, view: RunView, known: RunState, store: Store) -> None:
+    assert known.run_id is not None
+    if view.dataset is not None:
+        store.dataset(known.run_id, view.dataset)
+    with TemporaryDirectory() as scratch:
+        path = Path(scratch) / "config.yaml"
+        path.write_text(yaml.safe_dump(to_dict(config), sort_keys=False, allow_unicode=True), encoding="utf-8")
+        store.upload(known.run_id, path)
+    _upload(folder.path / CONFIG, known, store)
+
+
+def _resume(folder: RunFolder, attempts: Sequence[Attempt], known: RunState, store: Store) -> None:
+    """Drop what was sent of steps beyond the checkpoint that a new attempt started from."""
+    assert known.run_id is not None
+    started = attempts[max(1, known.attempts) :]
+    known.attempts = len(attempts)
+    if known.adopted and started and store.deletes:
+        # What an earlier syncer sent is not known, so any name of the journals may have points to drop.
+        known.names, known.last_step = journal_names(folder, attempts), sys.maxsize
+    known.adopted = False
+    cut = min((attempt.resumed_from_step for attempt in started), default=known.last_step)
+    if known.last_step <= cut or not known.names:
+        return
+    if store.deletes:
+        store.supersede(known.run_id, known.names, cut)
+        known.last_step = cut
+    else:  # the points stay; those measured again with the same value are then not sent a second time
+        known.void = True
+
+
+def _points(folder: RunFolder, attempts: Sequence[Attempt], known: RunState, store: Store) -> int:
+    assert known.run_id is not None
+    void = void_values(folder, attempts, known.offsets) if known.void else {}
+    names = set(known.names)
+    samples: list[Sample] = []
+    sent = 0
+    offsets = dict(known.offsets)
+    reached = known.last_step
+
+    def flush() -> None:
+        nonlocal sent, samples
+        assert known.run_id is not None
+        if samples:
+            store.log(known.run_id, samples=samples)
+        sent += len(samples)
+        samples = []
+        known.offsets, known.last_step, known.names = dict(offsets), reached, sorted(names)
+
+    for piece in new_pieces(folder, attempts, known.offsets):
+        point = piece.point
+        if len(samples) + len(point.metrics) > MAX_METRICS:
+            flush()
+        for name, value in point.metrics.items():
+            before = void.get((point.step, name))
+            if before is not None:
+                if conventions.same(before, value):
+                    continue
+                known.doubled += 1
+            samples.append(Sample(name=store_name(name), value=value, time_ms=point.time_ms, step=point.step))
+            names.add(store_name(name))
+        offsets[piece.journal] = piece.end
+        reached = max(reached, point.step)
+    flush()
+    return sent
+
+
+def _finals(end: EndRecord, last: Mapping[str, tuple[int, float]], known: RunState, store: Store) -> int:
+    assert known.run_id is not None
+    finals = conventions.final_metrics(end, last)
+    digest = _digest({name: repr(value) for name, value in finals.items()} | {"": str(end.step)})
+    if known.finals == digest:
+        return 0
+    samples = [
+        Sample(name=store_name(name), value=value, time_ms=end.ended_ms, step=end.step)
+        for name, value in finals.items()
+    ]
+    store.log(known.run_id, samples=samples)
+    known.names = sorted({*known.names, *(sample.name for sample in samples)})
+    known.last_step = max(known.last_step, end.step)
+    known.finals = digest
+    return len(samples)
+
+
+def _tags(view: RunView, known: RunState, store: Store) -> None:
+    assert known.run_id is not None
+    tags = dict(view.tags)
+    if known.doubled:
+        tags["doubled_points"] = str(known.doubled)
+    digest = _digest(tags)
+    if known.tags != digest:
+        store.log(known.run_id, tags=tags)
+        known.tags = digest
+
+
+def _artifacts(folder: RunFolder, known: RunState, store: Store, *, over: bool) -> None:
+    if over:
+        for name in (ATTEMPTS, END):
+            _upload(folder.path / name, known, store)
+    for path in sorted((folder.path / FIGURES).glob("*")):
+        if path.is_file():
+            _upload(path, known, store, FIGURES)
+
+
+def _upload(path: Path, known: RunState, store: Store, folder: str = "") -> None:
+    try:
+        stat = path.stat()
+    except FileNotFoundError:
+        return
+    mark = f"{stat.st_size} {stat.st_mtime_ns}"
+    name = f"{folder}/{path.name}" if folder else path.name
+    if known.artifacts.get(name) != mark:
+        assert known.run_id is not None
+        store.upload(known.run_id, path, folder)
+        known.artifacts[name] = mark
+
+
+def _digest(tree: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()[:16]
