@@ -13,20 +13,35 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import stats
 
+from scaling.analysis.noise import chi_square_limits, noise_floor
 from scaling.analysis.result import Caution, Interval, Result
 from scaling.analysis.screen import numbers
-from scaling.errors import FitError, TableError
+from scaling.errors import FitError, TableError, UsageError, nearest
 
 if TYPE_CHECKING:
     import pandas as pd
 
 Floats = NDArray[np.float64]
 
+KINDS = ("seed", "tail", "evaluation")
 TAIL = 6
 NOT_SEED_NOISE = (
     "fluctuation at the end of a curve is not seed noise: deviations of a run from the other seeds persist, so the mean of the "
     "tail is as uncertain as its last point"
 )
+
+
+def measure_floor(
+    table: pd.DataFrame, *, kind: str, by: list[str] | None, min_runs: int, level: float, keep_unfinished: bool = False
+) -> Result:
+    """The floor of one kind: ``seed`` (final losses), ``tail`` (curves) or ``evaluation`` (documents)."""
+    if kind not in KINDS:
+        raise UsageError(f"kind {kind!r} is unknown; {nearest(kind, KINDS)}")
+    if kind == "tail":
+        return tail_noise(table, by=by[0] if by else None, level=level)
+    if kind == "evaluation":
+        return evaluation_noise(table, level=level)
+    return noise_floor(table, by=by, level=level, min_runs=min_runs, keep_unfinished=keep_unfinished)
 
 
 def effective_number(x: Floats) -> float:
@@ -96,7 +111,7 @@ def tail_noise(curves: pd.DataFrame, *, by: str | None = None, tail: int = TAIL,
     tail_sd, seed_sd = float(np.sqrt(inner / inner_df)), float(np.sqrt(offsets / offset_df))
     x, y = np.concatenate([a for a, _ in pairs]), np.concatenate([b for _, b in pairs])
     persistence = float(np.corrcoef(x, y)[0, 1]) if np.ptp(x) > 0 and np.ptp(y) > 0 else float("nan")
-    low, high = _chi_square(seed_sd, offset_df, level)
+    low, high = chi_square_limits(seed_sd, offset_df, level)
     return Result(
         kind="noise floor",
         estimate={"tail_sd": tail_sd, "seed_sd": seed_sd, "ratio": tail_sd / seed_sd if seed_sd else float("nan"), "persistence": persistence},
@@ -159,11 +174,4 @@ def _ratio(loss: Floats, tokens: Floats) -> tuple[float, float]:
     n = len(loss)
     residual = tokens * (loss - mean)
     return mean, float(np.sqrt(n / (n - 1) * np.sum(residual**2)) / np.sum(tokens))
-
-
-def _chi_square(sd: float, df: float, level: float) -> tuple[float, float]:
-    from scaling.analysis.noise import chi_square_limits
-
-    return chi_square_limits(sd, df, level)
-
 

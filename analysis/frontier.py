@@ -48,6 +48,18 @@ def optimal_split(natural_RP: Floats, names: Sequence[str], budget: float, k: fl
     return np.exp(log_n), np.exp(np.log(budget / k) - log_n)
 
 
+def parse_budgets(text: str) -> list[float]:
+    """Numbers separated by commas.
+
+    >>> parse_budgets("1e21, 1e22")
+    [1e+21, 1e+22]
+    """
+    try:
+        return [float(part) for part in text.split(",")]
+    except ValueError as error:
+        raise UsageError(f"--budgets: {text!r} is not numbers separated by commas, e.g. 1e21,1e22") from error
+
+
 def compute_frontier(
     table: pd.DataFrame,
     *,

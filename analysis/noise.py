@@ -17,7 +17,7 @@ from scipy import stats
 
 from scaling.analysis.cells import group_near
 from scaling.analysis.checklist import describe_dropped, describe_seeds, make_checklist
-from scaling.analysis.power import Design, detectable, power_table, seeds_needed, simulated_power
+from scaling.analysis.power import Design, detectable, power_table, precision, seeds_needed, simulated_power
 from scaling.analysis.result import Caution, Interval, Result
 from scaling.analysis.screen import numbers, screen
 from scaling.errors import FitError, TableError, UsageError
@@ -194,14 +194,33 @@ def noise_power(
         table.append(entry)
     needed = [_needed(k, sd, difference, half_width, known_sd=known_sd, alpha=alpha, power=power) for k in scales]
     first = table[0]
+    estimate = {
+        f"detectable[{row['seeds']} seeds, {row['scales']} scales]": float(row["detectable_unpaired"]) for row in table
+    }
+    for row in needed:
+        for name in ("seeds_to_find_difference", "seeds_for_half_width"):
+            if name in row:
+                estimate[f"{name}[{row['scales']} scales]"] = float(row[name])
     return Result(
         kind="noise power",
-        estimate={"detectable_difference": float(first["detectable_unpaired"])},
+        estimate=estimate,
         n=int(first["seeds"]) * 2 * int(first["scales"]),
         conventions={"unit": "nats", "test": "two-sided", "level": f"{level:g}", "power": f"{power:g}"},
         warnings=(),
         details={"sd": sd, "rho": rho, "known_sd": known_sd, "designs": table, "needed": needed},
     )
+
+
+def parse_counts(option: str, text: str) -> list[int]:
+    """Positive whole numbers separated by commas.
+
+    >>> parse_counts("--seeds", "3,5")
+    [3, 5]
+    """
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdigit() and int(part) > 0 for part in parts):
+        raise UsageError(f"{option}: {text!r} is not whole numbers separated by commas, e.g. 3,5,10")
+    return [int(part) for part in parts]
 
 
 def _needed(
@@ -212,9 +231,6 @@ def _needed(
     if difference is not None:
         out["seeds_to_find_difference"] = seeds_needed(difference / sd, base, alpha, power)
     if half_width is not None:
-        # Half-width is the detectable difference at a power of one half, to the accuracy that matters here: search exactly.
-        from scaling.analysis.power import precision
-
         count = 1 if known_sd else 2
         while precision(Design(seeds=count, scales=scales, known_sd=known_sd), 1 - alpha) * sd > half_width and count < 10_000:
             count += 1

@@ -60,6 +60,18 @@ def budget_invariant_speedup(loss_worse: float, loss_better: float, *, asymptote
     return float(((loss_worse - asymptote) / (loss_better - asymptote)) ** (1.0 / exponent))
 
 
+def parse_asymptote(text: str) -> str | float:
+    """``auto``, ``free``, ``shared`` or a number.
+
+    >>> parse_asymptote("1.8")
+    1.8
+    """
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
 def compare_speedup(
     table: pd.DataFrame,
     *,
