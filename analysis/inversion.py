@@ -167,7 +167,9 @@ def _fit(baseline: Sequence[Cell], method: Sequence[Cell], asymptote: str | floa
         low[columns[0]] = high[columns[0]] = np.log(asymptote)
     goal = Goal(loss="l2", log=False, low_P=low, high_P=high)
     start = _start(model, law, x, y, w, groups)
-    found = minimise(model, y[None], w[None], start, goal, race=True)
+    found = minimise(model, y[None], w[None], start[:1], goal)
+    if not found.converged_R[0]:
+        found = minimise(model, y[None], w[None], start, goal, race=True)
     best = found.best()
     phi = found.phi_RP[best]
     free = np.flatnonzero((phi > low + 1e-9) & (phi < high - 1e-9))

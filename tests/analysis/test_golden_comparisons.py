@@ -75,16 +75,6 @@ def test_published_means_of_optimisers(optimisers: pd.DataFrame, shared: Path) -
     assert hits >= 36
 
 
-def test_record_of_january(shared: Path) -> None:
-    runs = pd.read_csv(shared / "data/modded-nanogpt-optim/track1_runs_final.csv")
-    record = runs[runs["group"].str.startswith("2025-01-16") & (runs["group"].map(runs["group"].value_counts()) >= 32)]
-    losses = record["final_val_loss"].to_numpy()
-    assert len(losses) == 32
-    assert losses.mean() == pytest.approx(3.27869375, abs=1e-8)
-    assert stats.bayes_mvs(losses)[2].statistic == pytest.approx(0.00176, abs=5e-5)
-    assert stats.ttest_1samp(losses, 3.28, alternative="less").pvalue == pytest.approx(1e-4, abs=5e-5)
-
-
 # (later result, earlier result) -> published one-sided p; 0.0045 of loss is worth 100 steps.
 PAIRWISE = {(11, 9): 0.69, (13, 11): 0.099, (13, 8): 0.029, (16, 14): 0.34, (34, 30): 0.168}
 
