@@ -240,7 +240,7 @@ def _cautions(
         text = f"seed noise rests on {noise.df:g} degrees of freedom: the interval is wide and depends on normal noise"
         out.append(Caution(code="few-seeds", message=text))
     if np.sum(usable) < 3:
-        text = f"{int(np.sum(usable))} scale{'s' * (np.sum(usable) != 1)} of the method: no trend can be tested"
+        text = f"{int(np.sum(usable))} scale{'s' * int(np.sum(usable) != 1)} of the method: no trend can be tested"
         out.append(Caution(code="few-scales", message=text))
     if inverse.curve["E"] < 1e-5 * min(c.mean for c in arms.cells):
         text = (
