@@ -130,9 +130,15 @@ def solve(
 
 
 def certify(
-    law: Law, x: Mapping[str, Floats], y_n: Floats, given: Mapping[str, float], *, loss: str = "huber", delta: float = 1e-3,
+    law: Law,
+    x: Mapping[str, Floats],
+    y_n: Floats,
+    given: Mapping[str, float],
+    *,
+    loss: str = "huber",
+    delta: float = 1e-3,
     log: bool = True,
-) -> Fitted:  # fmt: skip
+) -> Fitted:
     """Grade parameters that came from elsewhere: ``unmoved`` where the gradient says that nothing was optimised.
 
     The certificate holds the scaled gradient there and the objective of a real fit (``objective_of_refit``).

@@ -1,7 +1,9 @@
 """Fit a scaling law to a table of runs.
 
-Between tables (``columns``, ``screen``) and the solver (``certify``, ``uncertainty``): picks rows, fits one law or one a
-method with some parameters shared, tests which sharing the data warrant, adds the intervals asked for and the checklist.
+Between tables (``columns``, ``screen``) and the solver (``certify``, ``uncertainty``): picks rows, fits one law or one
+a
+method with some parameters shared, tests which sharing the data warrant, adds the intervals asked for and the
+checklist.
 """
 
 from __future__ import annotations
@@ -76,7 +78,8 @@ def fit_law(
     loss, delta, residual
         ``huber`` (with ``delta`` in units of the residual), ``l1`` or ``l2``, on ``log`` or ``raw`` residuals.
     by, share
-        A column (``method``) whose groups get their own law, and what they share: ``free`` nothing, ``E``, ``exponents``,
+        A column (``method``) whose groups get their own law, and what they share: ``free`` nothing, ``E``,
+        ``exponents``,
         ``E+exponents``, or ``test`` (the most shared one that is not rejected at 5%).
     weights
         A column of row weights.
@@ -88,7 +91,8 @@ def fit_law(
     Returns
     -------
     Result
-        ``estimate`` in natural units, labels like ``A`` or ``A[mhar]``; ``details`` holds curves, residuals, sharing tests.
+        ``estimate`` in natural units, labels like ``A`` or ``A[mhar]``; ``details`` holds curves, residuals,
+        sharing tests.
 
     Raises
     ------
@@ -278,7 +282,10 @@ def _cautions(fitted: Fitted, frame: pd.DataFrame, headline: Interval | None) ->
     out = []
     evidence = fitted.certificate
     if fitted.df == 0:
-        text = f"{fitted.model.n} rows for {len(fitted.phi_P)} parameters: the law passes through the data, no interval exists"
+        text = (
+            f"{fitted.model.n} rows for {len(fitted.phi_P)} parameters: the law passes through the data, no "
+            "interval exists"
+        )
         out.append(Caution(code="no-degrees-of-freedom", message=text))
     if fitted.status == "bound-hit":
         text = f"{evidence['at_bound']} ended at a bound: the data do not show that term; its interval is one-sided"
@@ -294,7 +301,10 @@ def _cautions(fitted: Fitted, frame: pd.DataFrame, headline: Interval | None) ->
         out.append(Caution(code="not-converged", message=text))
     distinct = len({*zip(*(fitted.model.x[v] for v in fitted.model.law.variables), strict=True)})
     if headline is not None and headline.method.startswith(("cluster", "pairs")) and distinct < FEW_CLUSTERS:
-        text = f"{distinct} distinct points: resampled rows may lose the ends of the range; prefer interval two-level or parametric"
+        text = (
+            f"{distinct} distinct points: resampled rows may lose the ends of the range; prefer interval "
+            "two-level or parametric"
+        )
         out.append(Caution(code="few-clusters", message=text))
     ratio = evidence.get("residual_sd_over_delta")
     if isinstance(ratio, float) and ratio > 30:

@@ -1,7 +1,9 @@
 """The compute at which a law reaches a loss, and how that answer moves with the data.
 
-Between ``certify`` and ``speedup``. A baseline's law is fitted by least squares to the mean losses of its cells, free or
-with the asymptote shared with the method it is compared to; inverting it gives the cost of any loss above the asymptote,
+Between ``certify`` and ``speedup``. A baseline's law is fitted by least squares to the mean losses of its cells, free
+or
+with the asymptote shared with the method it is compared to; inverting it gives the cost of any loss above the
+asymptote,
 with derivatives for the delta method.
 """
 
@@ -31,7 +33,8 @@ SHARE_LEVEL = 0.05
 class Inverse:
     """A baseline law ready to be inverted.
 
-    ``cells`` are those it was fitted to, baseline first; ``rss`` and ``df`` are the lack of fit of both arms' laws; ``response`` (P, cells) is how its parameters move with their
+    ``cells`` are those it was fitted to, baseline first; ``rss`` and ``df`` are the lack of fit of both arms'
+    laws; ``response`` (P, cells) is how its parameters move with their
     mean losses; ``at`` are the places of E, A, a among the parameters.
     """
 
@@ -106,14 +109,16 @@ def fit_baseline(
     pinned = isinstance(asymptote, float)
     if scales < (2 if pinned else 3):
         raise FitError(
-            f"too-few-scales: baseline {baseline[0].method!r} has {scales} scale{'s' * (scales != 1)}; inverting its law needs 3 "
+            f"too-few-scales: baseline {baseline[0].method!r} has {scales} scale{'s' * (scales != 1)}; inverting "
+            "its law needs 3 "
             "(2 with a given asymptote): add sizes or give --asymptote"
         )
     losses = [c.mean for c in baseline]
     order = np.argsort([c.x for c in baseline])
     if losses[order[0]] <= losses[order[-1]]:
         raise FitError(
-            f"baseline-not-falling: mean loss of {baseline[0].method!r} is {losses[order[-1]]:.6g} at the largest cost and "
+            f"baseline-not-falling: mean loss of {baseline[0].method!r} is {losses[order[-1]]:.6g} at the largest "
+            "cost and "
             f"{losses[order[0]]:.6g} at the smallest; no loss can be turned into a cost"
         )
     alone = _fit(baseline, (), asymptote)

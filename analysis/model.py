@@ -161,8 +161,8 @@ class Model:
 class PowerModel(Model):
     """A sum of power terms: every term's logarithm is linear in the parameters, so all derivatives are exact.
 
-    The solver sees amplitudes at the centre of the rows instead of at x = 1 (unless ``centred`` is false): the condition
-    number falls by many orders of magnitude.
+    The solver sees amplitudes at the centre of the rows instead of at x = 1 (unless ``centred`` is false): the
+    condition number falls by many orders of magnitude.
     """
 
     def __init__(

@@ -1,7 +1,8 @@
 """How much losses differ for no reason: the noise floor every claim is measured against.
 
 After ``screen``. Four kinds, kept apart because they answer different questions: spread over seeds (the only one that
-counts for claims about methods), fluctuation at the end of a curve (which is not seed noise: a run keeps its offset from
+counts for claims about methods), fluctuation at the end of a curve (which is not seed noise: a run keeps its offset
+from
 the ensemble), sampling of the evaluation set (common to all runs, cancels in differences), and repeats of one seed.
 ``noise_power`` turns a floor into what an experiment can show.
 """
@@ -55,7 +56,8 @@ def noise_floor(
     Returns
     -------
     Result
-        ``estimate``: ``seed_sd`` (nats) and, where one seed was run more than once, ``same_seed_sd``; the interval is the
+        ``estimate``: ``seed_sd`` (nats) and, where one seed was run more than once, ``same_seed_sd``; the
+        interval is the
         chi-square one. ``details`` hold every configuration, tests of homogeneity and the dependence on scale.
 
     Raises
@@ -75,7 +77,8 @@ def noise_floor(
     ]  # fmt: skip
     if not groups:
         raise FitError(
-            f"noise floor: no configuration ({', '.join(columns) or 'all rows'}) has {max(min_runs, 2)} or more runs; repeat "
+            f"noise floor: no configuration ({', '.join(columns) or 'all rows'}) has {max(min_runs, 2)} or more "
+            "runs; repeat "
             "one configuration with other seeds, or name the columns that define one with --by"
         )
     samples = [numbers(part, "loss") for _, part in groups]

@@ -109,7 +109,8 @@ def _compare(
     common = [s for s in baseline if s in method]
     if not common:
         raise FitError(
-            f"no-common-scale: baseline has {', '.join(baseline)}; the method has {', '.join(method)}: nothing to compare"
+            f"no-common-scale: baseline has {', '.join(baseline)}; the method has {', '.join(method)}: nothing to "
+            "compare"
         )
     arms = [(method[s], baseline[s]) for s in common]
     pairs = [paired(m, b) for m, b in arms]
@@ -278,7 +279,8 @@ def mixed_model(arms: list[tuple[Cell, Cell]], pairs: list[tuple[Floats, Floats]
 
 
 def _cautions(
-    arms: list[tuple[Cell, Cell]], pairs: list[tuple[Floats, Floats]], baseline: dict[str, Cell], method: dict[str, Cell],
+    arms: list[tuple[Cell, Cell]], pairs: list[tuple[Floats, Floats]], baseline: dict[str, Cell], method: dict[str,
+    Cell],
     screened: Screened, joint: TTest | None, sd: float, details: dict[str, Any],
 ) -> list[Caution]:  # fmt: skip
     out = []
@@ -292,7 +294,8 @@ def _cautions(
     elif 2 <= smallest < 6:
         effect = detectable_paired(smallest, 0.05, 0.8)
         text = (
-            f"{smallest} seeds: the smallest two-sided sign-flip p at one scale is {2.0 ** (1 - smallest):.3g}; a paired t at one "
+            f"{smallest} seeds: the smallest two-sided sign-flip p at one scale is {2.0 ** (1 - smallest):.3g}; a "
+            "paired t at one "
             f"scale finds with 80% power only differences of {effect:.2f} SDs of the pair differences"
         )
         out.append(Caution(code="few-seeds", message=text))
@@ -336,7 +339,10 @@ def _correct(results: dict[str, Result]) -> dict[str, Result]:
         }
         cautions = result.warnings
         if n == best and len(names) > 1:
-            text = f"best of {len(names)} methods: equal ones would show a gain of {gain:.3g} by luck; confirm with fresh seeds"
+            text = (
+                f"best of {len(names)} methods: equal ones would show a gain of {gain:.3g} by luck; confirm with "
+                "fresh seeds"
+            )
             cautions = (*cautions, Caution(code="best-of-k", message=text))
         out[n] = replace(result, warnings=cautions, details={**result.details, "multiplicity": extra})
     return out

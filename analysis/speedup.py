@@ -1,6 +1,7 @@
 """How much less a method costs at equal loss.
 
-After ``cells`` and ``inversion``: at each scale i the method's mean loss is read off the baseline's fitted law as a cost,
+After ``cells`` and ``inversion``: at each scale i the method's mean loss is read off the baseline's fitted law as a
+cost,
 ``s_i = C_b(L_m(C_i)) / C_i``; the headline is the geometric mean over scales. The interval is the delta method with the
 pooled standard deviation within cells and t (simulated coverage 95%), beside a two-level bootstrap that keeps pairs of
 seeds. One currency a result: FLOPs, tokens, wall seconds or GPU-hours, never mixed.
@@ -97,7 +98,8 @@ def compare_speedup(
     Parameters
     ----------
     table
-        Runs with ``method``, ``loss`` and the currency's column (C, D, wall_time_s or gpu_seconds); ``size`` and ``seed``
+        Runs with ``method``, ``loss`` and the currency's column (C, D, wall_time_s or gpu_seconds); ``size``
+        and ``seed``
         where there are any.
     baseline, method
         The baseline, and one method (all others by default).
@@ -190,7 +192,10 @@ def _compare(
     usable = np.isfinite(log_s)
     if not np.all(usable):
         names = ", ".join(c.scale for c, ok in zip(arms.method, usable, strict=True) if not ok)
-        text = f"at {names} the method's loss is below the baseline's asymptote {inverse.curve['E']:.6g}: no finite cost, left out"
+        text = (
+            f"at {names} the method's loss is below the baseline's asymptote {inverse.curve['E']:.6g}: no finite "
+            "cost, left out"
+        )
         cautions.append(Caution(code="below-asymptote", message=text))
     if not np.any(usable):
         raise FitError(
@@ -209,7 +214,8 @@ def _compare(
     boot = bootstrap(inverse, arms, noise, usable, costs, draws, rng) if draws > 1 and inversion == "law" else None
     cautions += _cautions(arms, inverse, log_s, usable, noise, frame)
     return _result(
-        arms, screened, frame, inverse, noise, cautions, currency=currency, level=level, log_s=log_s, usable=usable, cov=cov,
+        arms, screened, frame, inverse, noise, cautions, currency=currency, level=level, log_s=log_s,
+        usable=usable, cov=cov,
         weights=weights, contrast=contrast, mean=mean, trend=trend, boot=boot, inversion=inversion,
     )  # fmt: skip
 
@@ -220,7 +226,10 @@ def _cautions(
     out = []
     missing = [c.scale for c in arms.method if c.scale not in {b.scale for b in arms.baseline}]
     if missing:
-        text = f"baseline {arms.baseline[0].method!r} has no run at {', '.join(missing)}: its cost there comes from its law alone"
+        text = (
+            f"baseline {arms.baseline[0].method!r} has no run at {', '.join(missing)}: its cost there comes from "
+            "its law alone"
+        )
         out.append(Caution(code="baseline-missing-at-scale", message=text))
     factors = _extrapolation(arms, log_s)
     beyond = [f"{c.scale} ({f:.3g}x)" for c, f, ok in zip(arms.method, factors, usable, strict=True) if ok and f > 1]
@@ -234,7 +243,10 @@ def _cautions(
         text = "one seed a cell, no given noise floor and no degrees of freedom left by the law: no interval"
         out.append(Caution(code="no-degrees-of-freedom", message=text))
     elif noise.source == "lack of fit":
-        text = f"one seed a cell: the noise is taken from the lack of fit of the laws ({noise.df:g} df); a noise floor is better"
+        text = (
+            f"one seed a cell: the noise is taken from the lack of fit of the laws ({noise.df:g} df); a noise "
+            "floor is better"
+        )
         out.append(Caution(code="one-seed", message=text))
     elif noise.source == "pooled cells" and noise.df < 4:
         text = f"seed noise rests on {noise.df:g} degrees of freedom: the interval is wide and depends on normal noise"
@@ -305,7 +317,10 @@ def _result(
             level=level, method=f"two-level bootstrap keeping pairs, {name}", low=low, high=high
         )
     if trend_p < 0.05:
-        text = f"log speedup changes by {trend:.3g} a decade of cost (p {trend_p:.2g}): one number does not describe this method"
+        text = (
+            f"log speedup changes by {trend:.3g} a decade of cost (p {trend_p:.2g}): one number does not describe "
+            "this method"
+        )
         cautions.append(Caution(code="trend", message=text))
     rows = frame[frame["method"].isin([arms.baseline[0].method, arms.method[0].method])]
     entries = {

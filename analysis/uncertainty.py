@@ -51,7 +51,7 @@ class Draws:
 
 
 def refit(fitted: Fitted, blocks: Iterator[tuple[Floats | None, Floats | None]]) -> Draws:
-    """Refit from the full fit for each draw; a block gives losses (R, n), weights (R, n), or ``None`` for the data's."""
+    """Refit from the full fit for each draw; a block gives losses (R, n), weights (R, n), or ``None``."""
     natural, converged, objective = [], [], []
     for y_Rn, w_Rn in blocks:
         count = len(y_Rn if y_Rn is not None else w_Rn)  # type: ignore[arg-type]
@@ -149,7 +149,7 @@ def percentile_interval(fitted: Fitted, draws: Draws, level: float, method: str)
 
 
 def t_interval(fitted: Fitted, draws: Draws, df: float, level: float, method: str) -> Interval:
-    """Estimate plus or minus t times the SD of the draws, amplitudes and E on a log scale (few-seed draws are too narrow)."""
+    """Estimate plus or minus t times the SD of the draws, amplitudes and E on a log scale."""
     kept = draws.natural_RP[draws.converged_R]
     logs = _log_parameters(fitted)
     draws_RP = np.where(logs, np.log(np.maximum(kept, 1e-300)), kept)

@@ -52,13 +52,17 @@ def test_expressions() -> None:
     assert len(filter_rows(mapped, ["loss<4.9", "N>=10 and C<1e3"])) == 1
 
 
-@pytest.mark.parametrize("text", ["N=__import__('os').system('true')", "N=loss.values", "N=[1]", "N=loss[0]", "N=f(loss)"])
+@pytest.mark.parametrize(
+    "text", ["N=__import__('os').system('true')", "N=loss.values", "N=[1]", "N=loss[0]", "N=f(loss)"]
+)
 def test_only_arithmetic_is_evaluated(text: str) -> None:
     with pytest.raises((UsageError, TableError), match="not allowed|cannot parse|is not in the table"):
         map_columns(pd.DataFrame({"loss": [3.0]}), text)
 
 
-@pytest.mark.parametrize(("text", "message"), [("N", "is not NAME=COLUMN"), ("N=(1+", "cannot parse"), ("=x", "is not NAME=COLUMN")])
+@pytest.mark.parametrize(
+    ("text", "message"), [("N", "is not NAME=COLUMN"), ("N=(1+", "cannot parse"), ("=x", "is not NAME=COLUMN")]
+)
 def test_mapping_that_cannot_be_parsed(text: str, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         map_columns(pd.DataFrame({"loss": [3.0]}), text)
@@ -81,7 +85,10 @@ def test_files(tmp_path: Path) -> None:
     assert len(load_table(tmp_path / "runs.parquet")) == 30
 
 
-@pytest.mark.parametrize(("value", "reason"), [(np.nan, "is missing"), (np.inf, "is infinite"), (-1.0, "is not positive"), (0.0, "is not positive")])
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [(np.nan, "is missing"), (np.inf, "is infinite"), (-1.0, "is not positive"), (0.0, "is not positive")],
+)
 @pytest.mark.parametrize("column", ["loss", "C"])
 def test_unusable_numbers_are_dropped_with_a_reason(column: str, value: float, reason: str) -> None:
     bad = table()
@@ -114,7 +121,7 @@ def test_too_few_points_for_the_law() -> None:
 
 
 def test_zero_degrees_of_freedom() -> None:
-    """Three points, three parameters: an exact fit has no interval and says so (two asymptotes tell very different stories)."""
+    """Three points, three parameters: an exact fit has no interval and says so."""
     three = pd.DataFrame({"C": [1e18, 1e19, 1e20], "loss": [3.4, 3.15, 2.98]})
     result = fit_law(three, form="power")
     assert result.interval is None and not result.intervals and not result.standard_error
@@ -164,7 +171,10 @@ def test_mixed_budgets_and_evaluation_sets() -> None:
     runs = table().assign(eval_fingerprint="a")
     runs.loc[runs["method"] == "new", "D"] *= 1.5
     runs.loc[0, "eval_fingerprint"] = "b"
-    for result in (compare_speedup(runs, baseline="baseline", draws=0)["new"], compare_seeds(runs, baseline="baseline")["new"]):
+    for result in (
+        compare_speedup(runs, baseline="baseline", draws=0)["new"],
+        compare_seeds(runs, baseline="baseline")["new"],
+    ):
         assert {"mixed-token-budgets", "mixed-evaluation-sets"} <= codes(result)
 
 
@@ -311,7 +321,8 @@ def test_head_count() -> None:
 def test_learning_rate_robustness() -> None:
     rng = np.random.default_rng(0)
     rows = [
-        {"method": m, "size": "s", "lr": lr, "loss": 3.0 - gain + 0.05 * (np.log10(lr) + centre) ** 2 + rng.normal(0, 0.001)}
+        {"method": m, "size": "s", "lr": lr,
+         "loss": 3.0 - gain + 0.05 * (np.log10(lr) + centre) ** 2 + rng.normal(0, 0.001)}
         for m, centre, gain in (("base", 3.0, 0.0), ("new", 3.3, 0.02)) for lr in np.geomspace(1e-4, 1e-2, 9)
     ]  # fmt: skip
     result = learning_rate_robustness(pd.DataFrame(rows), baseline="base", noise_sd=0.001)["new"]
@@ -324,7 +335,9 @@ def test_width_contrast() -> None:
     runs["size"] = np.where(runs["size"] == "s0", "narrow", np.where(runs["size"] == "s4", "wide", runs["size"]))
     result = width_contrast(runs, baseline="baseline", method="new", narrow="narrow", wide="wide")
     assert result.interval is not None
-    assert result.estimate["contrast"] == pytest.approx(result.estimate["delta[wide]"] - result.estimate["delta[narrow]"])
+    assert result.estimate["contrast"] == pytest.approx(
+        result.estimate["delta[wide]"] - result.estimate["delta[narrow]"]
+    )
     with pytest.raises(TableError, match="no run of 'baseline' at size 'huge'"):
         width_contrast(runs, baseline="baseline", method="new", narrow="narrow", wide="huge")
 
@@ -350,7 +363,8 @@ def test_commands(tmp_path: Path, run: Callable[..., tuple[int, str, str]]) -> N
     status, out, _ = run("compare", "speedup", "--runs", str(path), "--baseline", "baseline", "--json")
     assert status == 0 and json.loads(out)["new"]["estimate"]["speedup"] == pytest.approx(1.25, rel=0.02)
     _, out, _ = run("fit", "law", "--runs", str(path), "--form", "power", "--interval", "delta", "--json")
-    assert {"estimate", "standard_error", "interval", "n", "df", "status", "objective", "conventions", "warnings", "dropped",
+    assert {"estimate", "standard_error", "interval", "n", "df", "status", "objective", "conventions", "warnings",
+    "dropped",
             "checklist"} <= set(json.loads(out))  # fmt: skip
     status, out, err = run("fit", "law", "--runs", str(path), "--columns", "N=Nn")
     assert (status, out, err.count("\n")) == (1, "", 1) and "is not in the table" in err

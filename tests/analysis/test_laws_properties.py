@@ -32,7 +32,8 @@ def grid(truth: dict[str, float] = TRUTH, *, sd: float = 0.0, seed: int = 0, siz
 
 @settings(max_examples=15)
 @given(
-    e=st.floats(0.5, 2.5), alpha=st.floats(0.15, 0.7), beta=st.floats(0.15, 0.7), near=st.floats(0.1, 1.0), far=st.floats(0.1, 1.0),
+    e=st.floats(0.5, 2.5), alpha=st.floats(0.15, 0.7), beta=st.floats(0.15, 0.7), near=st.floats(0.1, 1.0),
+    far=st.floats(0.1, 1.0),
     loss=st.sampled_from(["huber", "l2", "l1"]),
 )  # fmt: skip
 def test_exact_data_recover_the_law(e: float, alpha: float, beta: float, near: float, far: float, loss: str) -> None:
@@ -76,7 +77,13 @@ def test_a_weight_is_a_duplicate(loss: str) -> None:
 
 
 @settings(max_examples=20)
-@given(budget=st.floats(1e18, 1e26), alpha=st.floats(0.1, 0.9), beta=st.floats(0.1, 0.9), a=st.floats(1.0, 1e4), b=st.floats(1.0, 1e5))
+@given(
+    budget=st.floats(1e18, 1e26),
+    alpha=st.floats(0.1, 0.9),
+    beta=st.floats(0.1, 0.9),
+    a=st.floats(1.0, 1e4),
+    b=st.floats(1.0, 1e5),
+)
 def test_the_optimum_lies_on_the_isoflop_line(budget: float, alpha: float, beta: float, a: float, b: float) -> None:
     names = ["E", "A", "alpha", "B", "beta"]
     n, d = optimal_split(np.array([[1.7, a, alpha, b, beta]]), names, budget, 6.0)
@@ -91,7 +98,9 @@ def test_the_optimum_lies_on_the_isoflop_line(budget: float, alpha: float, beta:
 def test_frontier_of_a_known_law() -> None:
     result = compute_frontier(grid(), budgets=[1e20], draws=50)
     assert result.estimate["N_exponent"] == pytest.approx(0.29 / 0.63, rel=1e-6)
-    assert result.estimate["tokens_per_parameter[1e+20]"] == pytest.approx(result.estimate["D*[1e+20]"] / result.estimate["N*[1e+20]"])
+    assert result.estimate["tokens_per_parameter[1e+20]"] == pytest.approx(
+        result.estimate["D*[1e+20]"] / result.estimate["N*[1e+20]"]
+    )
 
 
 def test_derivatives_of_power_sums_are_exact() -> None:
@@ -104,7 +113,9 @@ def test_derivatives_of_power_sums_are_exact() -> None:
         up, down = phi.copy(), phi.copy()
         up[0, k] += 1e-6
         down[0, k] -= 1e-6
-        assert exact[:, k] == pytest.approx((model.prepare(up)[0] - model.prepare(down)[0])[0] / 2e-6, rel=1e-6, abs=1e-9)
+        assert exact[:, k] == pytest.approx(
+            (model.prepare(up)[0] - model.prepare(down)[0])[0] / 2e-6, rel=1e-6, abs=1e-9
+        )
     _, cache = model.prepare(phi)
     v = np.random.default_rng(0).normal(size=(1, 36))
     _, hessian = model.system(cache, v, np.zeros_like(v), v)
@@ -128,7 +139,9 @@ def test_huber_and_its_majorant(r: float, delta: float) -> None:
     assert curvature(x, delta)[0] == float(abs(r) <= delta)
 
 
-@pytest.mark.parametrize("form", ["chinchilla-gamma", "kaplan", "chinchilla-tied", "pure-power", "power", "repetition", "chinchilla-lr"])
+@pytest.mark.parametrize(
+    "form", ["chinchilla-gamma", "kaplan", "chinchilla-tied", "pure-power", "power", "repetition", "chinchilla-lr"]
+)
 def test_every_form_recovers_its_own_data(form: str) -> None:
     law = get_law(form)
     rng = np.random.default_rng(0)
@@ -169,7 +182,9 @@ def test_a_new_law_is_one_class() -> None:
         del REGISTRY["test-two-compute-terms"]
 
 
-def methods_table(sd: float, *, e: tuple[float, float] = (1.8, 1.8), a: tuple[float, float] = (0.15, 0.15)) -> pd.DataFrame:
+def methods_table(
+    sd: float, *, e: tuple[float, float] = (1.8, 1.8), a: tuple[float, float] = (0.15, 0.15)
+) -> pd.DataFrame:
     rng = np.random.default_rng(0)
     rows = []
     for m, method in enumerate(("base", "new")):
@@ -181,12 +196,20 @@ def methods_table(sd: float, *, e: tuple[float, float] = (1.8, 1.8), a: tuple[fl
 
 
 def test_which_sharing_is_warranted() -> None:
-    alike = fit_law(methods_table(0.001), form="power", loss="l2", residual="raw", by="method", share="test", interval="delta")
+    alike = fit_law(
+        methods_table(0.001), form="power", loss="l2", residual="raw", by="method", share="test", interval="delta"
+    )
     assert alike.details["shared"] == "E+exponents"
     assert set(alike.estimate) == {"E", "A[base]", "A[new]", "a"}
     assert alike.estimate["A[new]"] / alike.estimate["A[base]"] == pytest.approx(0.97, abs=0.003)
     other = fit_law(
-        methods_table(0.001, a=(0.15, 0.18)), form="power", loss="l2", residual="raw", by="method", share="test", interval="delta"
+        methods_table(0.001, a=(0.15, 0.18)),
+        form="power",
+        loss="l2",
+        residual="raw",
+        by="method",
+        share="test",
+        interval="delta",
     )
     assert other.details["shared"] in ("E", "free")
     p = {t["share"]: t["p"] for t in other.details["sharing_tests"]}
@@ -208,7 +231,9 @@ def test_sharing_test_is_the_f_test_for_squares() -> None:
 @pytest.mark.parametrize("kind", ["delta", "profile", "parametric", "two-level", "pairs", "cluster"])
 def test_intervals_hold_the_estimate(kind: str) -> None:
     rng = np.random.default_rng(2)
-    table = pd.concat([grid(sd=0.003, seed=s) for s in range(2)]).assign(run_key=lambda t: [str(k % 36) for k in range(len(t))])
+    table = pd.concat([grid(sd=0.003, seed=s) for s in range(2)]).assign(
+        run_key=lambda t: [str(k % 36) for k in range(len(t))]
+    )
     result = fit_law(table, loss="l2", interval=kind, draws=200, rng=rng, level=0.999)
     assert result.interval is not None
     for name, value in result.estimate.items():
@@ -274,7 +299,9 @@ def test_refits_stream_in_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr("scaling.analysis.uncertainty.BLOCK_NUMBERS", 50_000)
     big = pd.concat([grid(sd=0.005, seed=s) for s in range(667)])
     law = get_law("chinchilla")
-    fitted = solve(law, {v: big[v].to_numpy() for v in law.variables}, big["loss"].to_numpy(), np.ones(len(big)), loss="l2")
+    fitted = solve(
+        law, {v: big[v].to_numpy() for v in law.variables}, big["loss"].to_numpy(), np.ones(len(big)), loss="l2"
+    )
     peaks = []
     for draws in (4, 12):
         tracemalloc.start()
