@@ -156,7 +156,8 @@ def backtest(
 def predict(fitted: Fitted, x: dict[str, Floats]) -> Floats:
     """Losses a fitted law predicts at other points."""
     theta = fitted.model.from_solver(fitted.phi_P[None])
-    return np.exp(fitted.model.law.log_loss(theta, x)[0])
+    out: Floats = np.exp(fitted.model.law.log_loss(theta, x)[0])
+    return out
 
 
 def _order(frame: pd.DataFrame, law: Law) -> tuple[Floats, str]:

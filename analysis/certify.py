@@ -43,7 +43,8 @@ class Fitted:
     @property
     def natural_P(self) -> Floats:
         """Parameters in natural units."""
-        return self.model.natural(self.phi_P[None])[0]
+        out: Floats = self.model.natural(self.phi_P[None])[0]
+        return out
 
     @property
     def estimate(self) -> dict[str, float]:
@@ -53,7 +54,8 @@ class Fitted:
     @property
     def residual_n(self) -> Floats:
         """Residuals in the space that was fitted."""
-        return residuals(self.model, self.phi_P[None], self.y_n[None], log=self.goal.log)[0]
+        out: Floats = residuals(self.model, self.phi_P[None], self.y_n[None], log=self.goal.log)[0]
+        return out
 
     @property
     def delta(self) -> float:

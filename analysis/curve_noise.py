@@ -14,9 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import stats
 
-from scaling.analysis.noise import chi_square_limits, noise_floor
+from scaling.analysis.noise import noise_floor
 from scaling.analysis.result import Caution, Interval, Result
 from scaling.analysis.screen import numbers
+from scaling.analysis.spread import chi_square_limits
 from scaling.errors import FitError, TableError, UsageError, nearest
 
 if TYPE_CHECKING:

@@ -85,6 +85,33 @@ class Inverse:
         return -1.0 / (slope * above), by_theta @ move
 
 
+def budget_invariant_speedup(loss_worse: float, loss_better: float, *, asymptote: float, exponent: float) -> float:
+    """Speedup between two runs of equal cost on laws that differ in their amplitude only.
+
+    >>> round(budget_invariant_speedup(3.0, 2.9, asymptote=1.6, exponent=0.15), 4)
+    1.6389
+
+    References
+    ----------
+    ``s = ((L_worse - E) / (L_better - E)) ** (1 / a)``, from ``L = E + A C^-a``; it does not depend on the cost.
+    """
+    if loss_better <= asymptote:
+        raise FitError(f"loss {loss_better:g} is not above the asymptote {asymptote:g}: no finite cost reaches it")
+    return float(((loss_worse - asymptote) / (loss_better - asymptote)) ** (1.0 / exponent))
+
+
+def parse_asymptote(text: str) -> str | float:
+    """``auto``, ``free``, ``shared`` or a number.
+
+    >>> parse_asymptote("1.8")
+    1.8
+    """
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
 def fit_baseline(
     baseline: Sequence[Cell], method: Sequence[Cell], *, asymptote: str | float, sd: float, sd_df: float
 ) -> Inverse:

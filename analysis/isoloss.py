@@ -96,7 +96,8 @@ def trend_contrast(costs: Floats, usable: Bools) -> Floats | None:
     if np.sum(usable) < 3:
         return None
     centred = np.where(usable, costs - np.mean(costs[usable]), 0.0)
-    return centred / np.sum(centred**2)
+    out: Floats = centred / np.sum(centred**2)
+    return out
 
 
 def bootstrap(

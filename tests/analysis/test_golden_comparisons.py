@@ -11,6 +11,7 @@ import pytest
 from scipy import stats
 
 from scaling.analysis.curve_noise import tail_noise
+from scaling.analysis.inversion import budget_invariant_speedup
 from scaling.analysis.items import compare_items, mcnemar, odds_interval
 from scaling.analysis.noise import noise_floor
 from scaling.analysis.paired import (
@@ -23,7 +24,7 @@ from scaling.analysis.paired import (
     sign_flip,
 )
 from scaling.analysis.power import Design, detectable, detectable_paired
-from scaling.analysis.speedup import budget_invariant_speedup, compare_speedup
+from scaling.analysis.speedup import compare_speedup
 from tests.analysis.synthetic import sweep
 
 
