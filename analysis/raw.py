@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -72,13 +72,13 @@ class Raw:
 
 
 def order_histories(
-    run_codes: object,
+    run_codes: Any,
     runs: Sequence[str],
-    metric_codes: object,
+    metric_codes: Any,
     metrics: Sequence[str],
-    step: object,
-    time_ms: object,
-    value: object,
+    step: Any,
+    time_ms: Any,
+    value: Any,
 ) -> pd.DataFrame:
     """Histories from columns in any order: sorted by run, metric and step, one row for each step.
 
@@ -121,7 +121,7 @@ def order_histories(
     return pd.DataFrame(columns, copy=False)
 
 
-def decode(value: object, is_nan: object) -> object:
+def decode(value: Any, is_nan: Any) -> Any:
     """MLflow's stored values to numbers: a row with ``is_nan`` holds 0.0, infinities are the largest double."""
     import numpy as np
 
@@ -132,7 +132,7 @@ def decode(value: object, is_nan: object) -> object:
     return values
 
 
-def _inverse(order: object) -> object:
+def _inverse(order: Any) -> Any:
     import numpy as np
 
     positions = np.asarray(order)

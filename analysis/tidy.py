@@ -161,7 +161,8 @@ def drop(table: pd.DataFrame, keep: Collection[str] = ()) -> tuple[pd.DataFrame,
         else:
             left = table[(status == "done") & ~table.index.isin(list(reasons))]
             twins = _again(left["curve_hash"], "first")
-            new = {row: f"duplicate of {left.at[stays, 'run_key']} (same loss curve)" for row, stays in twins.items()}
+            keys = left["run_key"].to_dict()
+            new = {row: f"duplicate of {keys[stays]} (same loss curve)" for row, stays in twins.items()}
         reasons |= {run: reason for run, reason in new.items() if run not in reasons}
     dropped = tuple(
         Dropped(run=str(table.at[run, "run_key"]), reason=reasons[run]) for run in table.index if run in reasons
