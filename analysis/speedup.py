@@ -177,7 +177,7 @@ def _compare(
     weights = usable / np.sum(usable)
     contrast = trend_contrast(costs, usable)
     mean = float(weights @ np.where(usable, log_s, 0.0))
-    trend = float(contrast @ np.where(usable, log_s, 0.0)) * np.log(10.0) if contrast is not None else float("nan")
+    trend = float(contrast @ np.where(usable, log_s, 0.0) * np.log(10.0)) if contrast is not None else float("nan")
     boot = bootstrap(inverse, arms, noise, usable, costs, draws, rng) if draws > 1 and inversion == "law" else None
     cautions += _cautions(arms, inverse, log_s, usable, noise, frame)
     return _result(

@@ -81,6 +81,7 @@ def executor(
     lines += list(site.setup)
     lines += [f"export {key}={shlex.quote(value)}" for key, value in sorted(site.env.items())]
     if code is not None:
+        lines.append("export PYTHONSAFEPATH=1  # the folder that the job starts in may hold the code as it is now")
         lines.append(f"export PYTHONPATH={shlex.quote(str(code))}${{PYTHONPATH:+:$PYTHONPATH}}")
     extra: dict[str, Any] = {
         "signal": f"{'B:' if resources.distributed else ''}USR2@{resources.signal_s}",
@@ -92,6 +93,7 @@ def executor(
         extra["kill-on-invalid-dep"] = "yes"
     made.update_parameters(
         job_name=name,
+        wckey=None,
         partition=site.partition,
         account=site.account,
         qos=site.qos,
@@ -104,7 +106,7 @@ def executor(
         array_parallelism=throttle or 1_000_000,
         stderr_to_stdout=True,
         use_srun=not resources.distributed,
-        srun_args=[f"--cpus-per-task={resources.cpus}", "--cpu-bind=none", "--open-mode=append"],
+        srun_args=[f"--cpus-per-task={resources.cpus}", "--open-mode=append"],
         additional_parameters=extra,
         **gpu_options,
     )

@@ -26,6 +26,7 @@ COLORS: Final = {
     "unknown": "yellow", "requeued": "blue", "queued": "blue", "cancelled": "bright_black", "planned": "bright_black",
 }  # fmt: skip
 
+PIPED_WIDTH: Final = 220  # columns; every table of ours fits
 LIVE_S: Final = 1.0  # between two looks at the run folders while this process trains them
 
 
@@ -54,15 +55,21 @@ def span(total_s: float | None) -> str:
     return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
 
 
+def console(*, stderr: bool = False) -> Console:
+    """A console that does not cut tables where its output is piped."""
+    plain = Console(stderr=stderr)
+    return plain if plain.is_terminal else Console(stderr=stderr, width=PIPED_WIDTH)
+
+
 def plan_tables(
     plan: Plan, now: SweepStatus, *, device: Device | None, price: float | None, throttle: int | None, rows: int = 40
 ) -> RenderableType:
     """The dry run: what there is, what is to be done, what it will take; the largest runs first."""
     table = Table(title=f"{plan.spec.name}: {len(plan.runs)} runs in {plan.out}", title_justify="left")
     for name in ("key", "run", "state"):
-        table.add_column(name)
+        table.add_column(name, no_wrap=True)
     for name in ("parameters", "tokens", "FLOPs", "memory", *(["time"] if device else [])):
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", no_wrap=True)
     for item in now.runs[:rows]:
         run = item.run
         cells: list[RenderableType] = [run.key[:8], run.label, _state(item)]
@@ -100,28 +107,14 @@ def _costs(runs: Sequence[PlannedRun], device: Device | None, price: float | Non
 
 def status_table(now: SweepStatus, rows: Sequence[RunStatus], *, limit: int | None = None) -> RenderableType:
     """One line a run, then the counts."""
+    cells = [_cells(item) for item in rows[:limit]]
     table = Table()
-    for name in ("key", "run", "state", "Slurm", "job"):
-        table.add_column(name)
-    for name in ("step", "loss", "tokens/s", "ETA", "tries", "GPU-h"):
-        table.add_column(name, justify="right")
-    table.add_column("reason", overflow="fold")
-    for item in rows[:limit]:
-        look = item.look
-        table.add_row(
-            item.run.key[:8],
-            item.run.label,
-            _state(item),
-            item.state.slurm,
-            item.state.job,
-            f"{item.step if item.step is not None else 0}/{item.steps}",
-            f"{look.loss:.4f}" if look is not None and look.loss is not None else "",
-            number(look.tokens_per_s) if look is not None and look.tokens_per_s else "",
-            span(item.eta_s),
-            str(look.attempts) if look is not None else "0",
-            f"{item.gpu_hours_used:.2f}/{item.gpu_hours_asked:.2f}" if item.run.resources.gpus else "",
-            item.state.reason,
-        )
+    shown = [name for name in _COLUMNS if name in _ALWAYS or any(str(row[name]) for row in cells)]
+    for name in shown:
+        right = name in ("step", "loss", "tokens/s", "ETA", "tries", "GPU-h")
+        table.add_column(name, justify="right" if right else "left", no_wrap=name != "reason", overflow="fold")
+    for row in cells:
+        table.add_row(*(row[name] for name in shown))
     lines = [f"... and {len(rows) - limit} more"] if limit is not None and len(rows) > limit else []
     lines.append(f"{now.plan.spec.name}: {_counts(now)}")
     if now.left_over:
@@ -129,6 +122,29 @@ def status_table(now: SweepStatus, rows: Sequence[RunStatus], *, limit: int | No
     if now.trouble:
         lines.append(f"last known states; {now.trouble}")
     return Group(table, *(Text(line) for line in lines))
+
+
+_COLUMNS: Final = ("key", "run", "state", "Slurm", "job", "step", "loss", "tokens/s", "ETA", "tries", "GPU-h", "reason")
+_ALWAYS: Final = ("key", "run", "state", "step", "loss")
+
+
+def _cells(item: RunStatus) -> dict[str, RenderableType]:
+    look = item.look
+    used = f"{item.gpu_hours_used:.2f}/{item.gpu_hours_asked:.2f}" if item.run.resources.gpus else ""
+    return {
+        "key": item.run.key[:8],
+        "run": item.run.label,
+        "state": _state(item),
+        "Slurm": item.state.slurm,
+        "job": item.state.job,
+        "step": f"{item.step if item.step is not None else 0}/{item.steps}",
+        "loss": f"{look.loss:.4f}" if look is not None and look.loss is not None else "",
+        "tokens/s": number(look.tokens_per_s) if look is not None and look.tokens_per_s else "",
+        "ETA": span(item.eta_s),
+        "tries": str(look.attempts) if look is not None and look.attempts > 1 else "",
+        "GPU-h": used,
+        "reason": item.state.reason,
+    }
 
 
 def _state(item: RunStatus) -> Text:
@@ -146,16 +162,17 @@ class Progress:
     """
 
     def __init__(
-        self, plan: Plan, console: Console | None = None, clock_s: Callable[[], float] = time.monotonic
+        self, plan: Plan, terminal: Console | None = None, clock_s: Callable[[], float] = time.monotonic
     ) -> None:
         self.plan = plan
-        self.console = console or Console(stderr=True)
+        self.console = terminal or console(stderr=True)
         self.clock_s = clock_s
         self.live: Live | None = None
         self.next_s = 0.0
         self.words: dict[str, str] = {}
 
     def __enter__(self) -> Progress:
+        self.words = {item.run.key: item.state.word for item in status(self.plan).runs}
         if self.console.is_terminal:
             self.live = Live(console=self.console, auto_refresh=False)
             self.live.__enter__()
@@ -189,8 +206,8 @@ class Progress:
 class LiveStatus:
     """A live status table on standard error; plain counts, when they change, where that is no terminal."""
 
-    def __init__(self, console: Console | None = None) -> None:
-        self.console = console or Console(stderr=True)
+    def __init__(self, terminal: Console | None = None) -> None:
+        self.console = terminal or console(stderr=True)
         self.live: Live | None = None
         self.last = ""
 

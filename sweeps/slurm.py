@@ -75,8 +75,7 @@ class Slurm:
         """
         done = self.ask(command)
         if done.returncode != 0:
-            message = " ".join((done.stderr or done.stdout).split()) or f"exit status {done.returncode}"
-            raise ClusterError(f"{command[0]}: {message}")
+            raise ClusterError(f"{command[0]}: {_message(done)}")
         return done.stdout
 
     def queue(self, names: Sequence[str]) -> dict[str, JobView]:
@@ -199,3 +198,11 @@ def _elapsed(text: str) -> int:
     if not re.fullmatch(r"[\d:-]+", text) or not re.search(r"[1-9]", text):
         return 0
     return seconds(text if ":" in text or "-" in text else f"0:{text}")
+
+
+def _message(done: subprocess.CompletedProcess[str]) -> str:
+    """Slurm's last word, which names the cause; the lines before it say how it got there."""
+    lines = [line.strip() for line in (done.stderr or done.stdout).splitlines() if line.strip()]
+    if not lines:
+        return f"exit status {done.returncode}"
+    return re.sub(r"^(?:\w+: )?(?:(?:error|fatal): )*", "", lines[-1])

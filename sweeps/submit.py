@@ -26,7 +26,7 @@ from scaling.sweeps.plan import Plan, PlannedRun
 from scaling.sweeps.request import TRAINER
 from scaling.sweeps.resources import Resources, clock
 from scaling.sweeps.site import Site
-from scaling.sweeps.slurm import Slurm
+from scaling.sweeps.slurm import FINAL, Slurm
 from scaling.sweeps.status import RunStatus, status
 from scaling.sweeps.task import MANIFEST
 
@@ -42,6 +42,24 @@ class Array:
 
     resources: Resources
     tasks: tuple[tuple[PlannedRun, ...], ...]
+
+
+@dataclass(kw_only=True, slots=True)
+class Lane:
+    """A part of the throttle; an array waits for the one before it in its lane (unless there is no throttle)."""
+
+    throttle: int | None
+    last: str | None = None
+    load: int = 0
+
+    def take(self, job_id: str, count: int) -> None:
+        self.load += count
+        self.last = job_id
+
+    def dependency(self, other: str | None) -> str | None:
+        """sbatch's dependency for the next array of this lane."""
+        own = f"afterany:{self.last}" if self.throttle is not None and self.last is not None else None
+        return ",".join(word for word in (other, own) if word) or None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -128,33 +146,36 @@ class Submitter:
         limit = self.slurm.submit_limit()
         free = None if limit is None else max(0, limit - self.slurm.in_queue())
         states = {row.run.key: row for row in due}
-        left = arrays([row.run for row in due])
+        left = cut(arrays([row.run for row in due]), width)
+        lanes_left = self._lanes(ledger, left)
         job_ids: list[str] = []
         done_runs = done_jobs = 0
         why = ""
         while left:
             array = left.pop(0)
-            room = min(width, free) if free is not None else width
-            if room < 1:
+            if free is not None and free < 1:
                 why = f"{limit} jobs in the queue are allowed"
                 left.insert(0, array)
                 break
-            if len(array.tasks) > room:
-                left.insert(0, replace(array, tasks=array.tasks[room:]))
-                array = replace(array, tasks=array.tasks[:room])
+            if free is not None and len(array.tasks) > free:
+                left[:0] = cut([array], free)
+                continue
+            lane = min(lanes_left, key=lambda one: one.load)
             try:
-                job_ids.append(self._one(ledger, array, states, code))
+                job_id = self._one(ledger, array, states, code, lane)
             except ClusterError as error:
                 if any(word in str(error) for word in _FULL):
                     why = str(error)
                     if len(array.tasks) > 1:  # a limit that could not be read: find it by halving
-                        free, half = len(array.tasks) // 2, len(array.tasks) // 2
-                        left[:0] = [replace(array, tasks=array.tasks[:half]), replace(array, tasks=array.tasks[half:])]
+                        free = len(array.tasks) // 2
+                        left.insert(0, array)
                         continue
                     left.insert(0, array)
                     break
                 before = f"; {done_runs} runs of this sweep were submitted before it" if done_runs else ""
                 raise ClusterError(f"{error}; nothing of this array is left{before}") from None
+            job_ids.append(job_id)
+            lane.take(job_id, len(array.tasks))
             done_runs += sum(len(task) for task in array.tasks)
             done_jobs += len(array.tasks)
             if free is not None:
@@ -169,7 +190,18 @@ class Submitter:
             why_waiting=why,
         )
 
-    def _one(self, ledger: Ledger, array: Array, states: Mapping[str, RunStatus], code: Path | None) -> str:
+    def _lanes(self, ledger: Ledger, cuts: Sequence[Array]) -> list[Lane]:
+        """How the sweep's throttle, which Slurm knows for a single array only, is kept over several arrays."""
+        throttle = self.plan.spec.throttle
+        if throttle is None:
+            return [Lane(throttle=None)]
+        running = [item for item in ledger.submissions() if item.job_id is not None]
+        names = [ledger.job_name(item.token) for item in running]
+        live = {view.job.partition("_")[0] for view in self.slurm.queue(names).values() if view.state not in FINAL}
+        used = {item.job_id: int(item.settings.get("throttle") or throttle) for item in running if item.job_id in live}
+        return lanes(throttle, used, [len(array.tasks) for array in cuts])
+
+    def _one(self, ledger: Ledger, array: Array, states: Mapping[str, RunStatus], code: Path | None, lane: Lane) -> str:
         """Submit one array; on refusal nothing stays behind but a line in the ledger."""
         from scaling.sweeps.batch import executor, task_command
 
@@ -204,6 +236,37 @@ class Submitter:
             raise
         ledger.accept(token, job_id)
         return job_id
+
+
+def lanes(throttle: int, used: Mapping[str, int], counts: Sequence[int]) -> list[Lane]:
+    """Share a throttle among new arrays of these sizes, beside live arrays that use some of it.
+
+    Where there is a place for each, every array gets a lane with its share, the larger the more; else arrays queue up
+    in lanes, each waiting for the one before it.
+
+    >>> [lane.throttle for lane in lanes(8, {}, [90, 10])]
+    [7, 1]
+    >>> [(lane.throttle, lane.last) for lane in lanes(2, {"7": 2}, [5, 5, 5])]
+    [(1, '7'), (1, '7')]
+    """
+    free = throttle - sum(used.values())
+    if free < 1:
+        before = list(used)
+        return [Lane(throttle=1, last=before[index % len(before)]) for index in range(throttle)]
+    if len(counts) > free:
+        return [Lane(throttle=1) for _ in range(free)]
+    shares = [1] * len(counts)
+    for _ in range(free - len(counts)):
+        neediest = max(range(len(counts)), key=lambda index: counts[index] / shares[index])
+        shares[neediest] += 1
+    return [Lane(throttle=share) for share in shares]
+
+
+def cut(groups: Sequence[Array], width: int) -> list[Array]:
+    """Arrays of at most ``width`` tasks: Slurm bounds the index of a task."""
+    return [
+        replace(group, tasks=group.tasks[i : i + width]) for group in groups for i in range(0, len(group.tasks), width)
+    ]
 
 
 def _set_aside(run: Path, row: RunStatus) -> list[tuple[Path, Path]]:

@@ -114,9 +114,7 @@ def plan(
     json_: Json = False,
 ) -> None:
     """Dry run: which runs there are, what is there already, and what the rest will take. Submits nothing."""
-    from rich.console import Console
-
-    from scaling.sweeps.display import plan_tables
+    from scaling.sweeps.display import console, plan_tables
     from scaling.sweeps.preview import preview
 
     sweep = _plan(spec, set_, out)
@@ -124,7 +122,7 @@ def plan(
     if json_:
         _print(seen.tree())
         return
-    Console().print(
+    console().print(
         plan_tables(sweep, seen.now, device=seen.device, price=seen.price, throttle=sweep.spec.throttle, rows=rows)
     )
     for text in [*seen.notes, *([seen.script] if script and seen.script else [])]:
@@ -178,16 +176,14 @@ def status(
     json_: Json = False,
 ) -> None:
     """The state of every run, with Slurm's own word and reason. Exit status 0: all over with results; 1: not yet."""
-    from rich.console import Console
-
-    from scaling.sweeps.display import status_table
+    from scaling.sweeps.display import console, status_table
 
     now, rows = _rows(_again(spec, set_, out), state, match, sort, reverse)
     if json_:
         _print({"sweep": now.plan.spec.name, "counts": now.counts, "over": now.over, "trouble": now.trouble,
                 "runs": [row.row() for row in rows]})  # fmt: skip
     else:
-        Console().print(status_table(now, rows))
+        console().print(status_table(now, rows))
     if not now.good:
         raise typer.Exit(1)
 

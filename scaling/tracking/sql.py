@@ -168,7 +168,7 @@ class SqlStore:
             "INSERT INTO latest_metrics (key, value, timestamp, step, is_nan, run_uuid) "
             "VALUES (:key, :value, :timestamp, :step, :is_nan, :run)"
         )
-        expand = bindparam("names", expanding=True)
+        expand: Any = bindparam("names", expanding=True)
         with self._translated(), self._engine.begin() as connection:
             connection.execute(text(f"DELETE FROM metrics {which} AND step > :step").bindparams(expand), values)
             connection.execute(text(f"DELETE FROM latest_metrics {which}").bindparams(expand), values)
