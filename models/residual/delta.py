@@ -1,6 +1,6 @@
 """``delta``: delta attention residuals (arXiv 2605.18855).
 
-The ordinary stream h goes on, and each sublayer reads it plus what it routes from the deltas, the changes of the stream:
+The ordinary stream h goes on, and each sublayer reads it plus what it routes from the deltas, the stream's changes:
 
     x_s = h_s + alpha_s sum_i softmax_i( w_s . (RMSNorm(v_i) * g_s) ) v_i,    h_(s+1) = h_s + f_s(x_s)
 

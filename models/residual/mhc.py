@@ -127,10 +127,14 @@ class Mhc(Residual):
     def coefficients(self, streams_BTMD: Tensor, site: int) -> tuple[Tensor, Tensor, Tensor]:
         """H^pre (B, T, M), H^post (B, T, M), H^res (B, T, M, M) of a sublayer."""
         m, choice = self.streams, self.choice
-        projected, gates, bias = self._project(streams_BTMD, self.project_SVK[site]), self.gate_S3[site], self.bias_SK[site]
+        projected, gates, bias = (
+            self._project(streams_BTMD, self.project_SVK[site]),
+            self.gate_S3[site],
+            self.bias_SK[site],
+        )
         pre = torch.sigmoid(gates[0] * projected[..., :m] + bias[:m])
         post = choice.post_scale * torch.sigmoid(gates[1] * projected[..., m : 2 * m] + bias[m : 2 * m])
-        logits = (gates[2] * projected[..., 2 * m :] + bias[2 * m :]).unflatten(-1, (m, m))
+        logits = (gates[2] * projected[..., 2 * m :] + bias[2 * m :]).view(*projected.shape[:-1], m, m)
         mixing = sinkhorn(
             logits, iterations=choice.sinkhorn_iterations, order=choice.order, start=choice.sinkhorn_start
         )
