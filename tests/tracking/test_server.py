@@ -85,6 +85,29 @@ def test_folders_server_and_database_give_the_same(tmp_path: Path, server: Mlflo
     assert read_runs(server.url, sweep="equal", where=where).table["seed"].tolist() == [1, 2]
 
 
+def test_full_pages_of_the_bulk_end_point_are_asked_for_again(
+    tmp_path: Path, server: MlflowServer, store: Path
+) -> None:
+    out = tmp_path / "runs"
+    for seed in range(3):
+        make_run(out, seed=seed)
+    ids = list(sync(out, store_uri=f"sqlite:///{store}", experiment="pages").run_ids.values())
+    connection = sqlite3.connect(store)
+    insert = "INSERT INTO metrics (key, value, timestamp, run_uuid, step, is_nan) VALUES ('long', ?, ?, ?, ?, 0)"
+    latest = insert.replace("INTO metrics", "INTO latest_metrics")
+    for run, points in zip(ids, (60_000, 9_000, 20_000), strict=True):
+        rows = [(i / 7, START_MS + i, run, i) for i in range(points)]
+        connection.executemany(insert, rows)
+        # The shortest looks like the longest, so that the first guess of how many runs fit a page is wrong.
+        connection.execute(latest, (0.0, START_MS, run, 99_999 if points == 9_000 else points))
+    connection.commit()
+    connection.close()
+    got = read_runs(server.url, sweep="pages", histories=["long"]).histories
+    expected = read_runs(f"sqlite:///{store}", sweep="pages", histories=["long"]).histories
+    assert got is not None and expected is not None and len(got) == 89_000
+    pd.testing.assert_frame_equal(got, expected)
+
+
 def test_awkward_texts_and_artifacts_reach_a_server(tmp_path: Path, server: MlflowServer, store: Path) -> None:
     text = 'it\'s "quoted"\nnew line; naïve 語 💡 \\ %'
     make_run(tmp_path / "runs", sweep=text, name="x" * 10_000)
