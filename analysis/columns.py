@@ -66,8 +66,7 @@ def _read(source: str | Path) -> pd.DataFrame:
     if text.startswith(STORE_PREFIXES) or Path(text).is_dir():
         from scaling.analysis.ingest import read_runs
 
-        table: pd.DataFrame = read_runs(text)
-        return table
+        return read_runs(text).table
     path = Path(text)
     if not path.is_file():
         raise TableError(f"{text}: no such file; --runs takes a .parquet or .csv file or an MLflow store's address")

@@ -78,8 +78,13 @@ class Findings:
 
     @property
     def conventions(self) -> dict[str, str]:
-        """Conventions of all results together."""
+        """Conventions of the speedups."""
+        return self.conventions_of("speedup")
+
+    def conventions_of(self, kind: str) -> dict[str, str]:
+        """Conventions of the results whose name begins with ``kind``, put together."""
         found: dict[str, str] = {}
-        for result in self.results.values():
-            found.update(result.conventions)
+        for name, result in self.results.items():
+            if name.startswith(kind):
+                found.update(result.conventions)
         return found

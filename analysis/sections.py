@@ -100,8 +100,9 @@ def _failed(found: Findings, word: str) -> list[str]:
 
 def _methods(found: Findings) -> tuple[str, ...]:
     lines = []
-    if found.conventions:
-        lines.append(core.convention_text(found.conventions))
+    for kind, what in (("speedup", "Speedups"), ("seeds", "Loss differences"), ("noise", "Noise")):
+        if told := found.conventions_of(kind):
+            lines.append(f"{what}. {core.convention_text(told)}")
     lines += [f"{name}: {caution}" for name, caution in _cautions(found)]
     return tuple(lines)
 

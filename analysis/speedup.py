@@ -60,6 +60,18 @@ def budget_invariant_speedup(loss_worse: float, loss_better: float, *, asymptote
     return float(((loss_worse - asymptote) / (loss_better - asymptote)) ** (1.0 / exponent))
 
 
+def parse_asymptote(text: str) -> str | float:
+    """``auto``, ``free``, ``shared`` or a number.
+
+    >>> parse_asymptote("1.8")
+    1.8
+    """
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
 def compare_speedup(
     table: pd.DataFrame,
     *,
@@ -177,7 +189,7 @@ def _compare(
     weights = usable / np.sum(usable)
     contrast = trend_contrast(costs, usable)
     mean = float(weights @ np.where(usable, log_s, 0.0))
-    trend = float(contrast @ np.where(usable, log_s, 0.0)) * np.log(10.0) if contrast is not None else float("nan")
+    trend = float(contrast @ np.where(usable, log_s, 0.0) * np.log(10.0)) if contrast is not None else float("nan")
     boot = bootstrap(inverse, arms, noise, usable, costs, draws, rng) if draws > 1 and inversion == "law" else None
     cautions += _cautions(arms, inverse, log_s, usable, noise, frame)
     return _result(

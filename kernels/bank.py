@@ -363,7 +363,7 @@ class _BackwardStep:
         outside = range(group.stop, plan.num_sites)
         if outside and site == group.stop - 1:
             if ledger.partial_KTD is None or ledger.radial_KTH is None:
-                size = MAX_GROUP_SOURCES if group.start == 0 else max(len(group), len(plan.backward_group(0)))
+                size = max(len(group), len(plan.backward_group(0)))
                 ledger.partial_KTD = self.bank.new_empty((size, *self.bank.shape[1:]))
                 ledger.radial_KTH = self.lse.new_empty((size, *self.lse.shape[1:]))
             for start in range(outside.start, outside.stop, MAX_GROUP_SITES):

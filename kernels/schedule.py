@@ -99,11 +99,15 @@ class Plan:
         assert self.block == 1
         if self.group == 1:
             return range(self.num_sites)
-        stop = self.num_sites - (self.num_sites - 1 - site) // self.group * self.group
-        start = stop - self.group
-        if start < self.group and stop <= MAX_GROUP_SOURCES:
-            return range(0, stop)
-        return range(max(start, 0), stop)
+        # Groups are counted from the last source; a short first one joins the next, if both fit into one tile.
+        remainder = self.num_sites % self.group
+        first = remainder
+        if remainder and remainder + self.group <= MAX_GROUP_SOURCES:
+            first = min(remainder + self.group, self.num_sites)
+        if site < first:
+            return range(first)
+        start = first + (site - first) // self.group * self.group
+        return range(start, start + self.group)
 
     def partial_slot(self, site: int) -> int:
         """Row that holds the partial mix of a site until the site runs."""

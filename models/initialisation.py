@@ -22,9 +22,10 @@ _WRAPPERS: Final = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Normal:
-    """Independent draws from N(0, std^2)."""
+    """Independent draws from N(mean, std^2); ``mean`` is one number, or a tensor in the parameter's shape."""
 
     std: float
+    mean: float | Tensor = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,7 +73,7 @@ def draw(rule: Rule, *, seed: int, name: str, shape: torch.Size) -> Tensor:
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     generator = np.random.Generator(np.random.Philox(key=int.from_bytes(digest[:16], "little")))
     values = generator.standard_normal(tuple(shape), dtype=np.float32)
-    return torch.from_numpy(np.multiply(values, np.float32(rule.std)))
+    return torch.from_numpy(np.multiply(values, np.float32(rule.std))) + rule.mean
 
 
 @torch.no_grad()

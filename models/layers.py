@@ -36,18 +36,19 @@ class Linear(nn.Linear):
 
 
 class RMSNorm(nn.Module):
-    """x / sqrt(mean(x^2) + eps) * weight over the last dimension (arXiv 1910.07467); weight starts at 1.
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension (arXiv 1910.07467); weights start at ``start``.
 
     Computed in the weight's precision: float32 under autocast.
     """
 
-    def __init__(self, width: int, *, eps: float) -> None:
+    def __init__(self, width: int, *, eps: float, start: float = 1.0) -> None:
         super().__init__()
         self.eps = eps
+        self.start = start
         self.weight = nn.Parameter(torch.empty(width))
 
     def initial_values(self) -> Mapping[str, Rule]:
-        return {"weight": Constant(value=1.0)}
+        return {"weight": Constant(value=self.start)}
 
     def forward(self, x: Tensor) -> Tensor:
         return F.rms_norm(x.to(self.weight.dtype), self.weight.shape, self.weight, self.eps)
@@ -127,15 +128,16 @@ class Attention(nn.Module):
 class SwiGLU(nn.Module):
     """down(silu(gate x) * up x) (arXiv 2002.05202), and the norm in front of it."""
 
-    def __init__(self, config: ModelConfig, *, norm: bool = True) -> None:
+    def __init__(self, config: ModelConfig, *, norm: bool = True, width: int | None = None) -> None:
         super().__init__()
         d, std = config.d_model, config.init_std
+        hidden = config.d_ffn if width is None else width
         self.norm = RMSNorm(d, eps=config.norm_eps) if norm else nn.Identity()
-        self.gate = Linear(d, config.d_ffn, std=std)
-        self.up = Linear(d, config.d_ffn, std=std)
-        self.down = Linear(config.d_ffn, d, std=std)
+        self.gate = Linear(d, hidden, std=std)
+        self.up = Linear(d, hidden, std=std)
+        self.down = Linear(hidden, d, std=std)
 
-    def forward(self, h_BTD: Tensor, context: Context) -> Tensor:
+    def forward(self, h_BTD: Tensor, context: Context | None = None) -> Tensor:
         x_BTD = self.norm(h_BTD)
         out_BTD: Tensor = self.down(F.silu(self.gate(x_BTD)) * self.up(x_BTD))
         return out_BTD

@@ -18,22 +18,14 @@ import os
 import shutil
 import threading
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load as load_state_dict
-from torch.distributed.checkpoint.state_dict_saver import save as save_state_dict
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
 
 from scaling.distributed import World, local_part
 from scaling.errors import CheckpointError, LeaseError
@@ -106,7 +98,9 @@ class Checkpoints:
     ) -> None:
         """Save the state after ``step`` updates: copy it now, write it on a thread; ``finish`` tells how that went."""
         self.finish()
-        staged = {name: _staged(entry, self._world) for name, entry in entries.items()}
+        from scaling import shards  # takes seconds to import, and short runs save nothing
+
+        staged = {name: shards.staged(entry.local, entry.layout) for name, entry in entries.items()}
         record = {
             "format": FORMAT,
             "step": step,
@@ -149,14 +143,14 @@ class Checkpoints:
         CheckpointError
             If the checkpoint lacks one of the tensors, or its shape differs.
         """
-        targets = {name: _staged(entry, self._world) for name, entry in entries.items()}
+        from scaling import shards
+
+        targets = {name: shards.staged(entry.local, entry.layout) for name, entry in entries.items()}
         try:
-            load_state_dict(
-                targets, storage_reader=HuggingFaceStorageReader(str(checkpoint.path)), no_dist=self._group is None
-            )
-        except (CheckpointException, RuntimeError, ValueError) as error:
+            shards.read(checkpoint.path, targets, self._group)
+        except shards.ShardError as error:
             raise CheckpointError(
-                f"{checkpoint.path}: does not fit this run ({_first_line(error)}); remove it to start over"
+                f"{checkpoint.path}: does not fit this run ({error}); remove it to start over"
             ) from None
         for name, entry in entries.items():
             entry.local.copy_(local_part(targets[name]))
@@ -185,22 +179,19 @@ class Checkpoints:
             shutil.rmtree(hidden, ignore_errors=True)
 
     def _write(self, step: int, staged: dict[str, Tensor], record: dict[str, Any]) -> None:
+        from scaling import shards
+
         name = f"step-{step:08d}"
         beside = self._folder / f".{name}"
         problem: str | None = None
         files: dict[str, Any] = {}
         try:
             beside.mkdir(parents=True, exist_ok=True)
-            save_state_dict(
-                staged,
-                storage_writer=HuggingFaceStorageWriter(str(beside), save_distributed=True),
-                process_group=self._group,
-                no_dist=self._group is None,
-            )
+            shards.write(beside, staged, self._group)
             own = sorted(beside.glob("*.safetensors"))[self._world.rank :: self._world.size]
             files = {path.name: {"bytes": path.stat().st_size, "sha256": _digest(path)} for path in own}
-        except (CheckpointException, Exception) as error:  # whatever it is, training can go on, and must say so
-            problem = f"{self._folder / name}: checkpoint not written ({_first_line(error)})"
+        except (shards.ShardError, OSError) as error:
+            problem = f"{self._folder / name}: checkpoint not written ({_cause(error)})"
         parts: list[Any] = [(problem, files)]
         if self._group is not None:
             parts = [None] * self._world.size
@@ -214,7 +205,7 @@ class Checkpoints:
                 _replace_folder(beside, self._folder / name)
                 self.prune()
             except (OSError, LeaseError) as error:
-                problem = f"{self._folder / name}: checkpoint not written ({_first_line(error)})"
+                problem = f"{self._folder / name}: checkpoint not written ({_cause(error)})"
         if problem is not None and self._world.is_first:
             shutil.rmtree(beside, ignore_errors=True)
         self._error = problem
@@ -258,32 +249,14 @@ def load_weights(path: Path, *, average: bool = False) -> dict[str, Tensor]:
         if damage is not None:
             logger.warning("%s: %s", folder, damage)
             continue
-        reader = HuggingFaceStorageReader(str(folder))
-        prefix = EMA if average else MODEL
-        metadata = reader.read_metadata().state_dict_metadata
-        tensors: dict[str, Tensor] = {
-            name: torch.empty(item.size, dtype=item.properties.dtype)
-            for name, item in metadata.items()
-            if name.startswith(prefix) and isinstance(item, TensorStorageMetadata)
-        }
+        from scaling import shards
+
+        tensors = shards.read_whole(folder, EMA if average else MODEL)
         if not tensors:
             raise CheckpointError(f"{folder}: holds no moving average; train with optimizer.ema_decay")
-        load_state_dict(tensors, storage_reader=reader, no_dist=True)
-        return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+        return tensors
     raise CheckpointError(
         f"{path}: no usable checkpoint; give a run folder, a checkpoint's folder or a safetensors file"
-    )
-
-
-def _staged(entry: Entry, world: World) -> Tensor:
-    """A copy on the host, with the layout over processes that the entry has."""
-    local = entry.local.detach().to("cpu", copy=True)
-    layout = entry.layout
-    if not isinstance(layout, DTensor):
-        return local
-    mesh = init_device_mesh("cpu", (world.size,)) if layout.device_mesh.device_type != "cpu" else layout.device_mesh
-    return DTensor.from_local(
-        local, mesh, layout.placements, run_check=False, shape=layout.shape, stride=layout.stride()
     )
 
 
@@ -355,11 +328,5 @@ def _replace_folder(source: Path, target: Path) -> None:
         os.close(descriptor)
 
 
-def _first_line(error: BaseException) -> str:
-    failures: Sequence[Any] = ()
-    if isinstance(error, CheckpointException):
-        failures = [item[0] if isinstance(item, tuple) else item for item in error.failures.values()]
-    cause = failures[0] if failures else error
-    if isinstance(cause, OSError) and cause.strerror:
-        return cause.strerror
-    return f"{type(cause).__name__}: {str(cause).splitlines()[0] if str(cause) else ''}"
+def _cause(error: Exception) -> str:
+    return error.strerror if isinstance(error, OSError) and error.strerror else str(error)

@@ -14,19 +14,19 @@ import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from scaling.config.training import RunSettings
 from scaling.errors import ConfigError
+
+if TYPE_CHECKING:  # sharded tensors take seconds to import, and most runs have none
+    from torch.distributed.tensor import DTensor
 
 # Ports that are registered to nobody start at 49152 (RFC 6335); a job's id picks one, so that jobs on a node differ.
 _FIRST_PORT: Final = 49152
@@ -164,6 +164,9 @@ def wrap(module: nn.Module, transformer: nn.Module, settings: RunSettings, world
         ids = [world.device] if world.device.type == "cuda" else None
         return DistributedDataParallel(module, device_ids=ids, gradient_as_bucket_view=True, broadcast_buffers=False)
     if settings.parallel == "fsdp2":
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
         mesh = init_device_mesh(world.device.type, (world.size,))
         policy = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
         for sublayer in sublayers(transformer):
@@ -176,14 +179,20 @@ def synchronise_gradients(module: nn.Module, enabled: bool) -> None:
     """Whether the next backward pass sums gradients over processes: only the last micro-batch of a step does."""
     if isinstance(module, DistributedDataParallel):
         module.require_backward_grad_sync = enabled
-    elif isinstance(module, FSDPModule):
-        module.set_requires_gradient_sync(enabled)
+    elif hasattr(module, "set_requires_gradient_sync"):  # fully_shard gave the module this method
+        cast(Any, module).set_requires_gradient_sync(enabled)
+
+
+def as_sharded(tensor: Tensor) -> DTensor | None:
+    """The tensor, typed, if it is spread over processes."""
+    return cast("DTensor", tensor) if hasattr(tensor, "device_mesh") else None
 
 
 def local_part(tensor: Tensor) -> Tensor:
     """The part of a tensor that this process holds, without gradient history, in the tensor's own memory."""
     detached = tensor.detach()
-    return detached.to_local() if isinstance(detached, DTensor) else detached
+    sharded = as_sharded(detached)
+    return detached if sharded is None else sharded.to_local()
 
 
 def _policy(_: object, op: object, *args: object, **kwargs: object) -> CheckpointPolicy:

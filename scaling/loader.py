@@ -172,7 +172,7 @@ class Loader:
             )
         first = step * self.batch_size + rank * self.batch_size // world_size
         last = step * self.batch_size + (rank + 1) * self.batch_size // world_size
-        start_B = self._starts(np.arange(first, last, dtype=np.int64))
+        start_B = self.starts(np.arange(first, last, dtype=np.int64))
         return gather(self.store, start_B, self.seq_len, documents=self.document_masking, masking=self.document_masking)
 
     def prefetch(self, step: int, rank: int = 0, world_size: int = 1, *, depth: int = 2) -> Iterator[Batch]:
@@ -185,7 +185,7 @@ class Loader:
                 step += 1
                 yield ahead.popleft().result()
 
-    def _starts(self, position_B: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    def starts(self, position_B: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """First token of the sequence at each position of the global cursor."""
         if len(self._streams) == 1:
             return self._draw(0, position_B)
@@ -303,7 +303,7 @@ def papers_batches(
     logger.warning("evaluating on training text (protocol 'papers'): losses are not held-out losses")
     loader = Loader(store, seq_len=seq_len, batch_size=1, seed=seed + PAPERS_SEED_OFFSET)
     first, last = rank * num_sequences // world_size, (rank + 1) * num_sequences // world_size
-    start_B = loader._starts(np.arange(first, last, dtype=np.int64))
+    start_B = loader.starts(np.arange(first, last, dtype=np.int64))
     return _batches(store, start_B, seq_len, batch_size, document_masking)
 
 

@@ -15,10 +15,10 @@ from typing import Final
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.optim.adamw import adamw
 
 from scaling.config.training import OptimizerConfig
-from scaling.distributed import World, local_part
+from scaling.distributed import World, as_sharded, local_part
 
 MOMENTS: Final = ("exp_avg", "exp_avg_sq")  # torch's names of AdamW's state
 
@@ -47,7 +47,9 @@ def is_decayed(name: str, parameter: Tensor, config: OptimizerConfig, connection
 
 
 class Optimizer:
-    """AdamW (Loshchilov and Hutter, arXiv 1711.05101) as ``torch.optim.AdamW`` does it, fused.
+    """AdamW (Loshchilov and Hutter, arXiv 1711.05101), through the function behind ``torch.optim.AdamW``, fused.
+
+    The class itself would import the compiler, which costs every process seconds.
 
     Parameters
     ----------
@@ -77,26 +79,14 @@ class Optimizer:
             for name, parameter in parameters.items()
         ]
         self._held = [shard for shard in self.shards if shard.local.numel()]  # a shard may be empty on some processes
-        self._sharded = any(isinstance(shard.parameter, DTensor) for shard in self.shards)
-        self._adamw = torch.optim.AdamW(
-            [
-                {
-                    "params": [shard.local for shard in self._held if shard.decayed is decayed],
-                    "weight_decay": config.weight_decay if decayed else 0.0,
-                }
-                for decayed in (True, False)
-                if any(shard.decayed is decayed for shard in self._held)
-            ],
-            lr=config.lr,
-            betas=(config.beta1, config.beta2),
-            eps=config.eps,
-            fused=True,
-        )
-        for shard in self._held:
-            self._adamw.state[shard.local] = {
-                "step": torch.zeros((), dtype=torch.float32, device=shard.local.device),
-                **{moment: torch.zeros_like(shard.local) for moment in MOMENTS},
-            }
+        self._sharded = any(as_sharded(shard.parameter) is not None for shard in self.shards)
+        self._moments = {
+            shard.name: {moment: torch.zeros_like(shard.local) for moment in MOMENTS} for shard in self.shards
+        }
+        # the number of updates lives on the device, where a skipped one is not counted
+        self._updates = {
+            shard.name: torch.zeros((), dtype=torch.float32, device=shard.local.device) for shard in self._held
+        }
         self.ema: dict[str, Tensor] = {}
         if config.ema_decay is not None:
             self.ema = {shard.name: shard.local.float().clone() for shard in self.shards}
@@ -107,45 +97,39 @@ class Optimizer:
         A gradient that is not finite leaves weights and moments as they are where ``skip_nonfinite`` is set. The norm
         is a tensor on the device.
         """
-        grads = []
+        grads: dict[str, Tensor] = {}
         for shard in self._held:
             gradient = shard.parameter.grad
             assert gradient is not None, f"{shard.name} has no gradient"
-            shard.local.grad = local_part(gradient)
-            grads.append(shard.local.grad)
-        norm = self._norm(grads)
+            grads[shard.name] = local_part(gradient)
+        norm = self._norm(list(grads.values()))
         if self._config.grad_clip is not None:
             factor = (self._config.grad_clip / (norm + 1e-6)).clamp_max(1.0)  # as torch.nn.utils.clip_grad_norm_
-            torch._foreach_mul_(grads, factor)
-        if self._config.skip_nonfinite:
-            # the fused update reads this flag on the device, as it does for torch.amp.GradScaler
-            self._adamw.grad_scale = None  # type: ignore[attr-defined]
-            self._adamw.found_inf = (~norm.isfinite()).float()  # type: ignore[attr-defined]
-        for group in self._adamw.param_groups:
-            group["lr"] = lr
-        self._adamw.step()
+            torch._foreach_mul_(list(grads.values()), factor)
+        # the fused update reads this flag on the device, as it does for torch.amp.GradScaler
+        skip = (~norm.isfinite()).float() if self._config.skip_nonfinite else None
+        for decayed in (True, False):
+            group = [shard for shard in self._held if shard.decayed is decayed]
+            if group:
+                self._adamw(group, [grads[shard.name] for shard in group], lr, decayed=decayed, skip=skip)
         self._move_average()
         for shard in self.shards:
             shard.parameter.grad = None
-            shard.local.grad = None
         return norm
 
     def moment(self, shard: Shard, name: str) -> Tensor:
-        """AdamW's state of a shard: ``exp_avg`` or ``exp_avg_sq``; empty where the shard is."""
-        if not shard.local.numel():
-            return torch.empty_like(shard.local)
-        state: Tensor = self._adamw.state[shard.local][name]
-        return state
+        """AdamW's state of a shard: ``exp_avg`` or ``exp_avg_sq``."""
+        return self._moments[shard.name][name]
 
     @property
     def updates(self) -> float:
         """Updates made, skipped ones left out (waits for the device)."""
-        return float(self._adamw.state[self._held[0].local]["step"]) if self._held else 0.0
+        return float(self._updates[self._held[0].name]) if self._held else 0.0
 
     @updates.setter
     def updates(self, number: float) -> None:
-        for shard in self._held:
-            self._adamw.state[shard.local]["step"].fill_(number)
+        for counter in self._updates.values():
+            counter.fill_(number)
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
@@ -158,6 +142,27 @@ class Optimizer:
         finally:
             for shard, own in zip(self.shards, weights, strict=True):
                 shard.local.copy_(own)
+
+    def _adamw(self, group: list[Shard], grads: list[Tensor], lr: float, *, decayed: bool, skip: Tensor | None) -> None:
+        config = self._config
+        with torch.no_grad():
+            adamw(
+                [shard.local for shard in group],
+                grads,
+                [self._moments[shard.name]["exp_avg"] for shard in group],
+                [self._moments[shard.name]["exp_avg_sq"] for shard in group],
+                [],
+                [self._updates[shard.name] for shard in group],
+                fused=True,
+                found_inf=skip,
+                amsgrad=False,
+                beta1=config.beta1,
+                beta2=config.beta2,
+                lr=lr,
+                weight_decay=config.weight_decay if decayed else 0.0,
+                eps=config.eps,
+                maximize=False,
+            )
 
     def _norm(self, grads: list[Tensor]) -> Tensor:
         """2-norm of all gradients, in fp32, over all processes where they hold shards."""

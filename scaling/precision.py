@@ -53,7 +53,8 @@ def set_determinism(enabled: bool) -> Literal["deterministic", "free"]:
     if enabled:
         # https://docs.nvidia.com/cuda/cublas/#results-reproducibility
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(enabled)
+    if enabled != torch.are_deterministic_algorithms_enabled():  # the call imports the compiler, which takes seconds
+        torch.use_deterministic_algorithms(enabled)
     torch.backends.cudnn.benchmark = False
     # filling fresh memory is only needed by code that reads it uninitialised; ours does not
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]

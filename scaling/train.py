@@ -19,13 +19,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from scaling import memory, precision
 from scaling.accounting import count_parameters
 from scaling.checkpoint import Checkpoints
 from scaling.config.tree import RunConfig
-from scaling.distributed import World, join
+from scaling.distributed import World, as_sharded, join
 from scaling.errors import ConfigError, MemoryShortage, ScalingError
 from scaling.evaluate import Evaluation
 from scaling.lease import TTL_S, Lease
@@ -302,7 +301,8 @@ def _whole(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Whole tensors on the host; every process takes part in putting shards together."""
     whole = {}
     for name, tensor in tensors.items():
-        full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        sharded = as_sharded(tensor)
+        full = tensor if sharded is None else sharded.full_tensor()
         whole[name] = full.detach().to("cpu", copy=True).contiguous()
     return whole
 

@@ -29,6 +29,7 @@ AXES: Final = {
 }
 _MOST_ARROW_METHODS: Final = 4
 _MOST_END_LABELS: Final = 8
+_MOST_VECTOR_POINTS: Final = 600  # beyond, points are drawn as pixels: thousands of shapes make a page slow
 
 
 def scaling_curves(
@@ -151,6 +152,7 @@ def _differences(
             alpha=0.75,
             markeredgewidth=0,
             linestyle="none",
+            rasterized=len(runs) > _MOST_VECTOR_POINTS,
         )
         if method in curves:
             law = curves[method]

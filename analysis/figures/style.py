@@ -137,7 +137,10 @@ def log_axis(axis: Axes, which: str, *, powers_only: bool = False) -> None:
     low, high = axis.get_xlim() if which == "x" else axis.get_ylim()
     spine = axis.xaxis if which == "x" else axis.yaxis
     decades = math.log10(high / low) if low > 0 else 1.0
-    if decades >= 1.2:
+    if 1.2 <= decades < 2.6:
+        spine.set_major_locator(LogLocator(base=10, subs=(1, 2, 5), numticks=12))
+        spine.set_minor_locator(NullLocator())
+    elif decades >= 1.2:
         spine.set_major_locator(LogLocator(base=10, numticks=8))
         spine.set_minor_locator(LogLocator(base=10, subs=range(2, 10), numticks=60))
         spine.set_minor_formatter(FuncFormatter(lambda _value, _place: ""))
@@ -221,7 +224,10 @@ def legend(figure: Figure, methods: Sequence[str], look: Mapping[str, Look], *, 
 def shorten(name: str, limit: int = 26) -> str:
     """A long name, cut in the middle, with mathematics switched off."""
     safe = name.replace("$", r"\$").replace("\n", " ")
-    return safe if len(safe) <= limit else f"{safe[: limit - 9]}…{safe[-8:]}"
+    if len(safe) <= max(limit, 12):
+        return safe
+    tail = max(limit, 12) // 3
+    return f"{safe[: max(limit, 12) - tail - 1]}…{safe[-tail:]}"
 
 
 def few_ticks(count: int = 5) -> mpl.ticker.Locator:

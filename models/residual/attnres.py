@@ -13,7 +13,8 @@ to the pre-norm stream, and since each reader norms its input, the model compute
 2 d (2L + 1). FLOPs a token, forward: 4 d sum_s N_s + 2 d (2L + 1) with N_s the sources of site s. Site 0 has one source
 and returns it; its query and gain get no gradient.
 
-Shapes: B batch, T time, D width, H heads (1 here), C slice width, S sites.
+``DepthRouting`` here serves ``mhar`` and ``delta`` too. Shapes: B batch, T time, D width, H heads, C slice width, S
+sites.
 """
 
 from __future__ import annotations
@@ -24,44 +25,60 @@ import torch
 from torch import Tensor, nn
 
 from scaling.config.model import ModelConfig
-from scaling.config.residual import Blocked, QueryInit
+from scaling.config.residual import AttnRes, Blocked
 from scaling.models.initialisation import Constant, Normal, Rule
-from scaling.models.residual.method import Residual, State
+from scaling.models.residual.method import Inputs, Residual, State
 from scaling.models.residual.routing import depth_logits, mix, routing_weights
 
 
 class DepthState(State):
     """Sources written so far, and the logits that each has for the sites to come."""
 
-    def __init__(self, embedding_BTD: Tensor, keys_SHC: Tensor, *, block_sublayers: int, eps: float) -> None:
-        self.keys_SHC = keys_SHC
-        self.block_sublayers = block_sublayers
-        self.eps = eps
+    def __init__(self, embedding_BTD: Tensor, method: DepthRouting) -> None:
+        self.method = method
+        self.keys_SHC = (method.query_SD * method.gain_SD).view(len(method.query_SD), method.heads, -1)
         self.sources: list[Tensor] = []
         self.logits: list[tuple[int, tuple[Tensor, ...]]] = []  # first site, then a tensor (B, T, H) a site
         self.partial_BTD: Tensor | None = None
-        self._add_source(embedding_BTD, first_site=0)
+        self.stream_BTD = embedding_BTD if method.cumulative else None
+        self.add_source(embedding_BTD, first_site=0)
 
-    def _add_source(self, source_BTD: Tensor, *, first_site: int) -> None:
+    def logits_of(self, source_BTD: Tensor, sites: slice) -> tuple[Tensor, ...]:
+        """Logits of a source for a range of sites."""
+        keys_SHC = self.keys_SHC[sites]
+        if len(keys_SHC) == 0:
+            return ()
+        method = self.method
+        return depth_logits(source_BTD, keys_SHC, eps=method.eps, norm_per_head=method.norm_per_head)
+
+    def add_source(self, source_BTD: Tensor, *, first_site: int) -> None:
+        """Let every site from ``first_site`` on see a source."""
         self.sources.append(source_BTD)
-        self.logits.append((first_site, depth_logits(source_BTD, self.keys_SHC[first_site:], eps=self.eps)))
+        self.logits.append((first_site, self.logits_of(source_BTD, slice(first_site, None))))
 
-    def read(self, site: int) -> Tensor:
+    def visible(self, site: int) -> tuple[list[Tensor], list[Tensor]]:
+        """Sources that a site sees and their logits for it."""
         sources = list(self.sources)
         logits = [by_site[site - first] for first, by_site in self.logits]
         if self.partial_BTD is not None:
             sources.append(self.partial_BTD)
-            logits += depth_logits(self.partial_BTD, self.keys_SHC[site : site + 1], eps=self.eps)
+            logits += self.logits_of(self.partial_BTD, slice(site, site + 1))
+        return sources, logits
+
+    def read(self, site: int) -> Inputs:
+        sources, logits = self.visible(site)
         if len(sources) == 1:
             return sources[0]
         return mix(routing_weights(logits), sources)
 
     def write(self, site: int, out_BTD: Tensor) -> None:
-        block_BTD = out_BTD if self.partial_BTD is None else self.partial_BTD + out_BTD
-        last = len(self.keys_SHC) - 1
-        if (site + 1) % self.block_sublayers == 0 or site + 1 == last:
+        if self.stream_BTD is not None:
+            block_BTD = self.stream_BTD = self.stream_BTD + out_BTD
+        else:
+            block_BTD = out_BTD if self.partial_BTD is None else self.partial_BTD + out_BTD
+        if self.method.ends_block(site):
             self.partial_BTD = None
-            self._add_source(block_BTD, first_site=site + 1)
+            self.add_source(block_BTD, first_site=site + 1)
         else:
             self.partial_BTD = block_BTD
 
@@ -69,25 +86,41 @@ class DepthState(State):
 class DepthRouting(Residual):
     """A query and a gain a site, read in ``heads`` slices of the width."""
 
-    def __init__(self, config: ModelConfig, options: Blocked, *, heads: int, query_init: QueryInit) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        options: Blocked,
+        *,
+        heads: int,
+        query_init: str,
+        num_sites: int,
+        norm_per_head: bool = False,
+        cumulative: bool = False,
+    ) -> None:
         super().__init__(config)
-        self.heads = heads
+        self.heads, self.norm_per_head, self.cumulative = heads, norm_per_head, cumulative
         self.eps = config.norm_eps
-        self.query_init = query_init
-        self.init_std = config.init_std
+        self.query_start: Rule = Normal(std=config.init_std) if query_init == "random" else Constant(value=0.0)
         self.block_sublayers = options.sublayers_per_block(config.num_sublayers)
-        sites = config.num_sublayers + 1
-        self.query_SD = nn.Parameter(torch.empty(sites, config.d_model))
-        self.gain_SD = nn.Parameter(torch.empty(sites, config.d_model))
+        self.query_SD = nn.Parameter(torch.empty(num_sites, config.d_model))
+        self.gain_SD = nn.Parameter(torch.empty(num_sites, config.d_model))
+
+    def ends_block(self, site: int) -> bool:
+        """Whether sublayer ``site`` is the last of its block."""
+        return (site + 1) % self.block_sublayers == 0 or site + 1 == self.num_sublayers
 
     def initial_values(self) -> Mapping[str, Rule]:
-        query: Rule = Constant(value=0.0) if self.query_init == "zero" else Normal(std=self.init_std)
-        return {"query_SD": query, "gain_SD": Constant(value=1.0)}
+        return {"query_SD": self.query_start, "gain_SD": Constant(value=1.0)}
 
-    def start(self, embedding_BTD: Tensor, document_BT: Tensor | None) -> DepthState:
-        keys_SHC = (self.query_SD * self.gain_SD).view(self.num_sublayers + 1, self.heads, -1)
-        return DepthState(embedding_BTD, keys_SHC, block_sublayers=self.block_sublayers, eps=self.eps)
+    def start(self, embedding_BTD: Tensor, document_BT: Tensor | None) -> State:
+        return DepthState(embedding_BTD, self)
 
     def statistics(self) -> dict[str, float]:
         norms_S = self.query_SD.detach().float().norm(dim=-1)[1:]
         return {"route/query_norm_mean": float(norms_S.mean()), "route/query_norm_max": float(norms_S.max())}
+
+
+def make_attnres(config: ModelConfig, options: AttnRes) -> DepthRouting:
+    """Depth routing over the full width."""
+    sites = config.num_sublayers + 1
+    return DepthRouting(config, options, heads=1, query_init=options.query_init, num_sites=sites)

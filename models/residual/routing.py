@@ -76,7 +76,9 @@ def widen(x: Tensor) -> Tensor:
     return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
 
 
-def depth_logits(source_BTD: Tensor, keys_SHC: Tensor, *, eps: float) -> tuple[Tensor, ...]:
+def depth_logits(
+    source_BTD: Tensor, keys_SHC: Tensor, *, eps: float, norm_per_head: bool = False
+) -> tuple[Tensor, ...]:
     """Logits of one source for S sites at once.
 
     Parameters
@@ -86,7 +88,9 @@ def depth_logits(source_BTD: Tensor, keys_SHC: Tensor, *, eps: float) -> tuple[T
     keys_SHC
         u = query * gain of those sites, cut into heads.
     eps
-        Of the RMS norm over the full width.
+        Of the RMS norm.
+    norm_per_head
+        Norm each slice by itself instead of the full width.
 
     Returns
     -------
@@ -95,12 +99,13 @@ def depth_logits(source_BTD: Tensor, keys_SHC: Tensor, *, eps: float) -> tuple[T
     """
     wide_BTD = widen(source_BTD)
     heads, slice_width = keys_SHC.shape[1:]
-    scale_BT1 = torch.rsqrt(wide_BTD.square().mean(dim=-1, keepdim=True) + eps)
+    normed = by_head(wide_BTD, heads) if norm_per_head else wide_BTD.unsqueeze(-2)
+    scale_BTH = torch.rsqrt(normed.square().mean(dim=-1) + eps)  # H = 1 for the full width
     slices_HnC = wide_BTD.reshape(-1, heads, slice_width).transpose(0, 1)
     with torch.autocast(source_BTD.device.type, enabled=False):  # logits are not rounded to bf16
         dots_HnS = torch.bmm(slices_HnC, widen(keys_SHC).permute(1, 2, 0))
     dots_BTHS = dots_HnS.transpose(0, 1).reshape(*source_BTD.shape[:2], heads, -1)
-    by_site: tuple[Tensor, ...] = (dots_BTHS * scale_BT1.unsqueeze(-1)).unbind(dim=-1)
+    by_site: tuple[Tensor, ...] = (dots_BTHS * scale_BTH.unsqueeze(-1)).unbind(dim=-1)
     return by_site
 
 

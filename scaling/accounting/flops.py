@@ -66,12 +66,13 @@ def count_flops(config: ModelConfig, seq_len: int, *, causal: bool = True) -> Fl
     kv_width = config.num_kv_heads * config.attention_head_dim
     keys = (seq_len + 1) / 2 if causal else seq_len
     dense_layers = layers if config.moe is None else min(layers, config.moe.num_dense_layers)
+    cost = residual_cost(config)
     groups: dict[str, float] = {
         "attention": layers * 2 * d * (2 * width + 2 * kv_width),
         "attention_scores": layers * 4 * width * keys,
         "mlp": dense_layers * 6 * d * config.d_ffn,
         "logits": 2 * d * config.vocab_size,
-        "routing": residual_cost(config).forward_flops,
+        "routing": cost.forward_flops + cost.forward_flops_per_key * keys,
     }
     if config.moe is not None:
         moe, sparse_layers = config.moe, layers - dense_layers

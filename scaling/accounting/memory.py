@@ -49,12 +49,12 @@ def estimate_memory(config: RunConfig) -> MemoryEstimate:
         parameters=count * parameter,
         gradients=count * gradient,
         optimizer=count * moment * moments,
-        activations=round(tokens * _activation_bytes_per_token(config.model, matmul, stream)),
+        activations=round(tokens * _activation_bytes_per_token(config.model, config.data.seq_len, matmul, stream)),
         logits=tokens * config.model.vocab_size * (matmul + 4),  # the matrix product and its fp32 log-softmax
     )
 
 
-def _activation_bytes_per_token(config: ModelConfig, matmul: int, stream: int) -> float:
+def _activation_bytes_per_token(config: ModelConfig, seq_len: int, matmul: int, stream: int) -> float:
     d, layers, head_dim = config.d_model, config.num_layers, config.attention_head_dim
     width, kv_width = config.num_heads * head_dim, config.num_kv_heads * head_dim
     # Attention keeps the normed input, rotated q and k, v, its output; q and k before their norms (cast for them in
@@ -68,5 +68,6 @@ def _activation_bytes_per_token(config: ModelConfig, matmul: int, stream: int) -
         routed = config.moe.top_k * (2 * d + 4 * config.moe.d_expert)
         shared = config.moe.num_shared_experts * 4 * config.moe.d_expert
         feed_forward += (layers - dense_layers) * (matmul * (d + routed + shared) + 4 * config.moe.num_experts)
-    residual = residual_cost(config).stored_elements * stream
+    cost = residual_cost(config)
+    residual = (cost.stored_elements + cost.stored_per_position * seq_len) * stream
     return layers * attention + feed_forward + residual + matmul * d

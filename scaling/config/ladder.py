@@ -1,7 +1,8 @@
 """Named model sizes: shapes only, merged under what a configuration says explicitly.
 
 ``100m``, ``350m``, ``1b`` are the shapes of the MHAR paper (arXiv 2607.27230, appendix on training details). The small
-ladder (about 0.05M to 50M non-embedding parameters in half-decade steps) is ours: laws need cheap points.
+ladder (about 0.05M to 50M non-embedding parameters in half-decade steps) is ours: laws need cheap points. The three
+sizes below it are for trying things out on a CPU.
 """
 
 from __future__ import annotations
@@ -26,6 +27,9 @@ def _shape(layers: int, d: int, heads: int, kv: int, ffn: int, vocab: int) -> di
 
 
 SIZES: Final[dict[str, dict[str, int]]] = {
+    "6k": _shape(2, 16, 2, 1, 48, _SMALL_VOCAB),
+    "12k": _shape(2, 24, 2, 1, 64, _SMALL_VOCAB),
+    "25k": _shape(2, 32, 2, 1, 96, _SMALL_VOCAB),
     "50k": _shape(2, 48, 3, 1, 128, _SMALL_VOCAB),
     "160k": _shape(3, 64, 4, 2, 208, _SMALL_VOCAB),
     "500k": _shape(4, 96, 6, 3, 336, _SMALL_VOCAB),

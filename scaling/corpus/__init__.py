@@ -8,5 +8,4 @@ from scaling.corpus.documents import Document
 from scaling.corpus.library import python_library_documents
 from scaling.corpus.preparation import prepare
 
-
 __all__ = ["Document", "prepare", "python_library_documents"]

@@ -1,7 +1,7 @@
 """The text that every machine with Python has: the standard library's own source, and its documentation where installed.
 
-One of the readers of ``scaling.corpus``. Third-party packages and compiled files are left out; copies are dropped. The size depends on
-the Python that runs: its version, and whether its tests and documentation were installed with it.
+One of the inputs of ``scaling.corpus``. Third-party packages and compiled files are left out. The size depends on the
+Python that runs: its version, and whether its tests and documentation were installed with it.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from scaling.corpus.documents import Document, digest, read_text_files
+from scaling.corpus.documents import Document, digest
 
+LIBRARY: Final = "python-library"  # what `scaling data prepare` calls it
 SOURCE: Final = "python"
 SUFFIXES: Final = (".py", ".pyi", ".txt", ".rst")
 OUTSIDE: Final = frozenset({"site-packages", "dist-packages", "__pycache__"})
@@ -24,12 +25,10 @@ def python_library_files() -> list[Path]:
 
     ``pydoc_data/topics.py`` is the language reference as text; it comes with every installation.
     """
-    roots = [Path(sysconfig.get_path("stdlib"))]
     version = sysconfig.get_python_version()
-    data = Path(sysconfig.get_path("data"))
-    roots += [path for path in (data / f"share/doc/python{version}", data / "share/doc/python") if path.is_dir()]
-    files = []
-    for root in roots:
+    shared = Path(sysconfig.get_path("data"), "share", "doc")
+    files: list[Path] = []
+    for root in (Path(sysconfig.get_path("stdlib")), shared / f"python{version}", shared / "python"):
         for folder, inner, names in os.walk(root):
             inner[:] = sorted(set(inner) - OUTSIDE)
             files += [Path(folder, name) for name in sorted(names) if name.endswith(SUFFIXES)]
@@ -42,14 +41,21 @@ def python_library_documents(skipped: dict[str, int] | None = None) -> Iterator[
     Parameters
     ----------
     skipped
-        Counts what is left out, by reason: ``"not UTF-8"`` (the library's own encoding tests), ``"duplicate"``.
+        Counts what is left out, by reason: ``"not UTF-8"`` (the library's own encoding tests), ``"duplicate"``, ``"empty"``.
     """
-    skipped = {} if skipped is None else skipped
+    counts = {} if skipped is None else skipped
     seen: set[bytes] = set()
-    for document in read_text_files(python_library_files(), SOURCE, skipped):
-        key = digest(document.encode())
-        if key in seen:
-            skipped["duplicate"] = skipped.get("duplicate", 0) + 1
-            continue
-        seen.add(key)
-        yield document
+    for path in python_library_files():
+        data = path.read_bytes()
+        key = digest(data)
+        try:
+            text = data.decode("utf-8")
+        except UnicodeDecodeError:
+            reason = "not UTF-8"
+        else:
+            if text.strip() and key not in seen:
+                seen.add(key)
+                yield Document(text, SOURCE)
+                continue
+            reason = "duplicate" if text.strip() else "empty"
+        counts[reason] = counts.get(reason, 0) + 1

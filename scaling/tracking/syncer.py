@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -249,16 +250,14 @@ class _Session:
         if known.deleted or unchanged(folder, known):
             return
         fresh = known.run_id is None
-        if fresh:
-            runs.create(folder, known)
-            report.created += 1
         try:
-            sent = send(folder, known, store, job_state, fresh=fresh)
+            sent = send(folder, known, store, job_state, partial(runs.create, known))
         except StoreUnavailable:
             raise
         except StoreError:
             if not runs.vanished(folder, known):
                 raise
             return
+        report.created += fresh
         report.points += sent
         report.updated += bool(sent)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
-import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -40,9 +38,13 @@ def make_config(*, seed: int = 0, method: str = "baseline", sweep: str | None = 
 
 
 def write_points(folder: RunFolder, attempt: int, steps: Sequence[int], *, metrics: int = 4, **also: float) -> None:
-    """Journal lines at ``steps``; values are a function of step and metric alone, so that a resume repeats them."""
+    """Journal lines at ``steps``; values depend on run, step and metric alone, so that a resume repeats them."""
+    own = int(folder.key[:6], 16) * 1e-8
     for step in steps:
-        values: dict[str, float] = {"train/loss": 6.0 / (1 + 0.01 * step), "val/loss": 6.1 / (1 + 0.01 * step)}
+        values: dict[str, float] = {
+            "train/loss": own + 6 / (1 + 0.01 * step),
+            "val/loss": own + 6.1 / (1 + 0.01 * step),
+        }
         names = ("train/lr", "train/grad_norm", "train/tokens", "perf/tokens_per_s", "perf/mfu", "mem/peak_gib")
         values |= {name: float(step * (i + 1)) for i, name in enumerate(names[: metrics - 2])}
         values |= also
@@ -54,9 +56,9 @@ def write_points(folder: RunFolder, attempt: int, steps: Sequence[int], *, metri
 def begin(folder: RunFolder, *, attempt: int = 1, resumed: int = 0, job_id: str | None = None, **also: Any) -> None:
     record = Attempt(
         attempt=attempt,
-        host=also.pop("host", socket.gethostname()),
-        pid=also.pop("pid", os.getpid()),
-        started_ms=START_MS + 10_000 * (attempt - 1),
+        host=also.pop("host", "node-1"),
+        pid=also.pop("pid", 1),
+        started_ms=also.pop("started_ms", START_MS + 10_000 * (attempt - 1)),
         resumed_from_step=resumed,
         job_id=job_id,
         environment={"git_commit": "0123abc", "device": "cpu"},
@@ -66,7 +68,8 @@ def begin(folder: RunFolder, *, attempt: int = 1, resumed: int = 0, job_id: str 
 
 
 def finish(folder: RunFolder, *, status: str = "done", step: int = 100, attempt: int = 1, **also: Any) -> None:
-    loss = math.nan if status == "diverged" else 6.1 / (1 + 0.01 * step)
+    own = int(folder.key[:6], 16) * 1e-8
+    loss = math.nan if status == "diverged" else own + 6.1 / (1 + 0.01 * step)
     final: Mapping[str, float] = {
         "val/loss": loss,
         "val/loss_se": 0.01,

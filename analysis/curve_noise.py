@@ -1,0 +1,177 @@
+"""Noise that is not seed noise: within a curve, and of the evaluation set.
+
+Beside ``noise``: reads curves (run, step, loss) and per-document losses instead of final results. What fluctuates at the
+end of a curve is a few percent of the spread over seeds, because a run keeps its offset from the other seeds from one
+evaluation to the next; averaging the tail does not lower seed noise.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy import stats
+
+from scaling.analysis.noise import chi_square_limits, noise_floor
+from scaling.analysis.result import Caution, Interval, Result
+from scaling.analysis.screen import numbers
+from scaling.errors import FitError, TableError, UsageError, nearest
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+Floats = NDArray[np.float64]
+
+KINDS = ("seed", "tail", "evaluation")
+TAIL = 6
+NOT_SEED_NOISE = (
+    "fluctuation at the end of a curve is not seed noise: deviations of a run from the other seeds persist, so the mean of the "
+    "tail is as uncertain as its last point"
+)
+
+
+def measure_floor(
+    table: pd.DataFrame, *, kind: str, by: list[str] | None, min_runs: int, level: float, keep_unfinished: bool = False
+) -> Result:
+    """The floor of one kind: ``seed`` (final losses), ``tail`` (curves) or ``evaluation`` (documents)."""
+    if kind not in KINDS:
+        raise UsageError(f"kind {kind!r} is unknown; {nearest(kind, KINDS)}")
+    if kind == "tail":
+        return tail_noise(table, by=by[0] if by else None, level=level)
+    if kind == "evaluation":
+        return evaluation_noise(table, level=level)
+    return noise_floor(table, by=by, level=level, min_runs=min_runs, keep_unfinished=keep_unfinished)
+
+
+def effective_number(x: Floats) -> float:
+    """``n / (1 + 2 sum rho_k)`` with the autocorrelations up to the first that is not positive.
+
+    References
+    ----------
+    Geyer (1992), Practical Markov chain Monte Carlo (initial positive sequence).
+    """
+    n = len(x)
+    d = x - x.mean()
+    total = float(np.sum(d**2))
+    if n < 3 or total == 0:
+        return float(n)
+    sum_rho = 0.0
+    for lag in range(1, n):
+        rho = float(np.sum(d[lag:] * d[:-lag])) / total
+        if rho <= 0:
+            break
+        sum_rho += rho
+    return n / (1 + 2 * sum_rho)
+
+
+def tail_noise(curves: pd.DataFrame, *, by: str | None = None, tail: int = TAIL, level: float = 0.95) -> Result:
+    """Fluctuation of the last evaluations about the ensemble's path, beside the spread over seeds.
+
+    Parameters
+    ----------
+    curves
+        One row an evaluation: ``run``, ``step``, ``loss``; runs of one group (column ``by``) share their steps.
+    tail
+        Number of last evaluations.
+
+    Returns
+    -------
+    Result
+        ``estimate``: ``tail_sd`` (within a run, about its mean offset), ``seed_sd`` (of offsets), their ``ratio``, and
+        ``persistence`` (correlation of a run's deviation with its previous evaluation's).
+
+    Raises
+    ------
+    TableError, FitError
+        When columns are missing, or no group has two runs with ``tail`` common steps.
+    """
+    absent = [c for c in ("run", "step", "loss", *([by] if by else [])) if c not in curves.columns]
+    if absent:
+        raise TableError(f"tail noise: column {absent[0]!r} missing; the table has: {', '.join(map(str, curves.columns))}")
+    inner, offsets, runs, pairs, effective = 0.0, 0.0, [], [], []
+    inner_df = offset_df = 0
+    for _, part in curves.groupby(by, sort=False) if by else [("all", curves)]:
+        wide = part.pivot_table(index="run", columns="step", values="loss").dropna(axis=1)
+        wide = wide[sorted(wide.columns)]
+        if len(wide) < 2 or wide.shape[1] < tail:
+            continue
+        last = wide.to_numpy(dtype=np.float64)[:, -tail:]
+        deviation = last - last.mean(axis=0)
+        mean = deviation.mean(axis=1, keepdims=True)
+        inner += float(np.sum((deviation - mean) ** 2))
+        inner_df += (len(last) - 1) * (tail - 1)
+        offsets += float(np.sum(mean**2))
+        offset_df += len(last) - 1
+        runs.append(len(last))
+        pairs.append((deviation[:, -1], deviation[:, -2]))
+        effective += [effective_number(row) for row in deviation]
+    if not runs:
+        raise FitError(f"tail noise: no group has two runs with {tail} common steps")
+    tail_sd, seed_sd = float(np.sqrt(inner / inner_df)), float(np.sqrt(offsets / offset_df))
+    x, y = np.concatenate([a for a, _ in pairs]), np.concatenate([b for _, b in pairs])
+    persistence = float(np.corrcoef(x, y)[0, 1]) if np.ptp(x) > 0 and np.ptp(y) > 0 else float("nan")
+    low, high = chi_square_limits(seed_sd, offset_df, level)
+    return Result(
+        kind="noise floor",
+        estimate={"tail_sd": tail_sd, "seed_sd": seed_sd, "ratio": tail_sd / seed_sd if seed_sd else float("nan"), "persistence": persistence},
+        interval=Interval(level=level, method="chi-square", low={"seed_sd": low}, high={"seed_sd": high}),
+        n=sum(runs),
+        df=float(offset_df),
+        conventions={"tail": f"last {tail} evaluations, about the mean of the group at each step"},
+        warnings=(Caution(code="tail-is-not-seed-noise", message=NOT_SEED_NOISE),),
+        details={"groups": len(runs), "effective_evaluations": float(np.median(effective)), "tail": tail},
+    )
+
+
+def evaluation_noise(documents: pd.DataFrame, *, level: float = 0.95) -> Result:
+    """Sampling error of a mean loss over an evaluation set, by documents.
+
+    Parameters
+    ----------
+    documents
+        One row a document (or sequence): ``loss`` (mean over its tokens), ``tokens``; optionally ``run``. With two runs or
+        more the noise of the difference of the first two is added: what the set has in common cancels.
+
+    Returns
+    -------
+    Result
+        ``estimate``: ``evaluation_se`` (documents are clusters of tokens), ``token_se`` (what independent tokens with the
+        documents' spread would give) and ``paired_se``.
+    """
+    absent = [c for c in ("loss", "tokens") if c not in documents.columns]
+    if absent:
+        raise TableError(f"evaluation noise: column {absent[0]!r} missing; the table has: {', '.join(map(str, documents.columns))}")
+    names = list(dict.fromkeys(documents["run"])) if "run" in documents.columns else []
+    first = documents[documents["run"] == names[0]] if names else documents
+    loss, tokens = numbers(first, "loss"), numbers(first, "tokens")
+    if len(loss) < 2:
+        raise FitError("evaluation noise: one document has no sampling error; keep per-document losses")
+    mean, se = _ratio(loss, tokens)
+    variance = float(np.sum(tokens * (loss - mean) ** 2) / np.sum(tokens))
+    estimate = {"mean_loss": mean, "evaluation_se": se, "token_se": float(np.sqrt(variance / np.sum(tokens)))}
+    if len(names) > 1:
+        second = documents[documents["run"] == names[1]]
+        if len(second) != len(first):
+            raise TableError("evaluation noise: the runs were evaluated on different documents")
+        estimate["paired_se"] = _ratio(loss - numbers(second, "loss"), tokens)[1]
+    half = float(stats.t.ppf((1 + level) / 2, len(loss) - 1)) * se
+    return Result(
+        kind="noise floor",
+        estimate=estimate,
+        standard_error={"mean_loss": se},
+        interval=Interval(level=level, method="t, documents as clusters", low={"mean_loss": mean - half}, high={"mean_loss": mean + half}),
+        n=len(loss),
+        df=float(len(loss) - 1),
+        conventions={"cluster": "document", "weights": "tokens"},
+        details={"tokens": float(np.sum(tokens))},
+    )
+
+
+def _ratio(loss: Floats, tokens: Floats) -> tuple[float, float]:
+    """Token-weighted mean and its linearised standard error with documents as clusters."""
+    mean = float(np.sum(tokens * loss) / np.sum(tokens))
+    n = len(loss)
+    residual = tokens * (loss - mean)
+    return mean, float(np.sqrt(n / (n - 1) * np.sum(residual**2)) / np.sum(tokens))
+

@@ -1,0 +1,316 @@
+"""How much losses differ for no reason: the noise floor every claim is measured against.
+
+After ``screen``. Four kinds, kept apart because they answer different questions: spread over seeds (the only one that
+counts for claims about methods), fluctuation at the end of a curve (which is not seed noise: a run keeps its offset from
+the ensemble), sampling of the evaluation set (common to all runs, cancels in differences), and repeats of one seed.
+``noise_power`` turns a floor into what an experiment can show.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy import stats
+
+from scaling.analysis.cells import group_near
+from scaling.analysis.checklist import describe_dropped, describe_seeds, make_checklist
+from scaling.analysis.power import Design, detectable, power_table, precision, seeds_needed, simulated_power
+from scaling.analysis.result import Caution, Interval, Result
+from scaling.analysis.screen import numbers, screen
+from scaling.errors import FitError, TableError, UsageError
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+Floats = NDArray[np.float64]
+
+# Columns that tell configurations apart where the user does not say; runs equal in all of them differ by seed only.
+CONFIGURATION = ("group", "method", "size", "heads", "kv", "lr", "batch_tokens", "N", "D", "precision", "sweep")
+HOMOGENEOUS = 0.05
+
+
+def noise_floor(
+    table: pd.DataFrame,
+    *,
+    by: Sequence[str] | None = None,
+    level: float = 0.95,
+    min_runs: int = 2,
+    keep_unfinished: bool = False,
+) -> Result:
+    """Seed standard deviation pooled over configurations.
+
+    Parameters
+    ----------
+    table
+        Runs with ``loss`` and, where recorded, ``seed``; copies are found by curve hash and left out.
+    by
+        Columns that define a configuration; those of `CONFIGURATION` present by default.
+    min_runs
+        Configurations with fewer runs are not used.
+
+    Returns
+    -------
+    Result
+        ``estimate``: ``seed_sd`` (nats) and, where one seed was run more than once, ``same_seed_sd``; the interval is the
+        chi-square one. ``details`` hold every configuration, tests of homogeneity and the dependence on scale.
+
+    Raises
+    ------
+    TableError
+        When a column is missing.
+    FitError
+        When no configuration has ``min_runs`` runs.
+    """
+    screened = screen(table, needs=["loss"], analysis="noise floor", keep_unfinished=keep_unfinished)
+    frame = screened.frame
+    columns = _configuration(frame, by)
+    same_sd, same_df, frame = _merge_repeats(frame, columns)
+    groups = [
+        (key, part) for key, part in (frame.groupby(columns, dropna=False, sort=False) if columns else [("all", frame)])
+        if len(part) >= max(min_runs, 2)
+    ]  # fmt: skip
+    if not groups:
+        raise FitError(
+            f"noise floor: no configuration ({', '.join(columns) or 'all rows'}) has {max(min_runs, 2)} or more runs; repeat "
+            "one configuration with other seeds, or name the columns that define one with --by"
+        )
+    samples = [numbers(part, "loss") for _, part in groups]
+    df = sum(len(s) - 1 for s in samples)
+    sd = float(np.sqrt(sum(float(np.sum((s - s.mean()) ** 2)) for s in samples) / df))
+    low, high = chi_square_limits(sd, df, level)
+    estimate, errors = {"seed_sd": sd}, {"seed_sd": sd / float(np.sqrt(2 * df))}
+    lows, highs = {"seed_sd": low}, {"seed_sd": high}
+    if same_df:
+        estimate["same_seed_sd"] = same_sd
+        lows["same_seed_sd"], highs["same_seed_sd"] = chi_square_limits(same_sd, same_df, level)
+    tests = homogeneity(samples)
+    cautions = [*screened.cautions, *_cautions(df, tests, samples)]
+    interval = Interval(level=level, method="chi-square", low=lows, high=highs)
+    entries = {
+        "form": "standard deviation of final loss within configurations, pooled",
+        "variables": f"loss; configuration: {', '.join(columns) or 'all rows'}",
+        "conventions": "runs of one seed count once (their mean)",
+        "rows": str(sum(len(s) for s in samples)),
+        "dropped": describe_dropped(screened.dropped),
+        "seeds": describe_seeds(frame),
+        "interval": "chi-square",
+    }
+    return Result(
+        kind="noise floor",
+        estimate=estimate,
+        standard_error=errors,
+        interval=interval,
+        n=sum(len(s) for s in samples),
+        df=float(df),
+        conventions={"configuration": ", ".join(columns) or "all rows"},
+        warnings=tuple(cautions),
+        dropped=screened.dropped,
+        checklist=make_checklist(entries),
+        details={
+            "configurations": [_describe(key, columns, s, level) for (key, _), s in zip(groups, samples, strict=True)],
+            "homogeneity": tests,
+            "scale": _scale_dependence([part for _, part in groups], samples),
+            "same_seed": {"sd": same_sd if same_df else None, "df": same_df},
+        },
+    )
+
+
+def chi_square_limits(sd: float, df: float, level: float) -> tuple[float, float]:
+    """Interval of a standard deviation of normal noise."""
+    upper, lower = stats.chi2.ppf([(1 + level) / 2, (1 - level) / 2], df)
+    return sd * float(np.sqrt(df / upper)), sd * float(np.sqrt(df / lower))
+
+
+def homogeneity(samples: Sequence[Floats]) -> dict[str, float | None]:
+    """p of Levene's (median) and Bartlett's tests of equal variances, and Shapiro's of normal scaled residuals."""
+    usable = [s for s in samples if len(s) > 2 and np.ptp(s) > 0]
+    if len(usable) < 2:
+        return {"levene_p": None, "bartlett_p": None, "shapiro_p": None}
+    scaled = np.concatenate([(s - s.mean()) / np.std(s, ddof=1) for s in usable])
+    return {
+        "levene_p": float(stats.levene(*usable, center="median").pvalue),
+        "bartlett_p": float(stats.bartlett(*usable).pvalue),
+        "shapiro_p": float(stats.shapiro(scaled[:5000]).pvalue),
+    }
+
+
+def noise_power(
+    *,
+    sd: float,
+    difference: float | None = None,
+    half_width: float | None = None,
+    seeds: Sequence[int] = (2, 3, 5, 8, 10, 20),
+    scales: Sequence[int] = (1, 4, 5),
+    rho: float = 0.0,
+    known_sd: bool = False,
+    log_speedup_per_loss: float | None = None,
+    level: float = 0.95,
+    power: float = 0.8,
+    rng: int | np.random.Generator = 0,
+) -> Result:
+    """What designs can show, given the noise of one run.
+
+    Parameters
+    ----------
+    sd
+        Seed standard deviation of one run, in nats.
+    difference
+        A difference of loss to find: the seeds it takes at each number of scales are added.
+    half_width
+        A wanted half-width of the interval of the difference: likewise.
+    rho
+        Correlation of runs that share a seed.
+    known_sd
+        Whether the noise is known from elsewhere (z instead of t).
+    log_speedup_per_loss
+        ``d log s / d L`` (a speedup result's ``details.noise_floor.log_speedup_per_loss``): adds everything in speedup.
+
+    Raises
+    ------
+    UsageError
+        When a number is out of range.
+    """
+    for name, value in (("sd", sd), ("difference", difference), ("half_width", half_width)):
+        if value is not None and not value > 0:
+            raise UsageError(f"{name} must be positive, got {value!r}")
+    if not -1 < rho < 1:
+        raise UsageError(f"rho must lie between -1 and 1, got {rho!r}")
+    alpha = 1 - level
+    rows = power_table(seeds, scales, rho=rho, known_sd=known_sd, alpha=alpha, power=power)
+    generator = np.random.default_rng(rng)
+    table = []
+    for row in rows:
+        entry: dict[str, Any] = {k: (v * sd if "able" in k or "width" in k else int(v)) for k, v in row.items()}
+        design = Design(seeds=int(row["seeds"]), scales=int(row["scales"]), known_sd=known_sd)
+        effect = detectable(design, alpha, power)
+        if np.isfinite(effect):
+            entry["simulated_power"] = simulated_power(design, effect, generator, alpha)
+        if log_speedup_per_loss is not None:
+            entry["detectable_log_speedup"] = entry["detectable_unpaired"] * log_speedup_per_loss
+            entry["half_width_log_speedup"] = entry["half_width_unpaired"] * log_speedup_per_loss
+        table.append(entry)
+    needed = [_needed(k, sd, difference, half_width, known_sd=known_sd, alpha=alpha, power=power) for k in scales]
+    first = table[0]
+    estimate = {
+        f"detectable[{row['seeds']} seeds, {row['scales']} scales]": float(row["detectable_unpaired"]) for row in table
+    }
+    for row in needed:
+        for name in ("seeds_to_find_difference", "seeds_for_half_width"):
+            if name in row:
+                estimate[f"{name}[{row['scales']} scales]"] = float(row[name])
+    return Result(
+        kind="noise power",
+        estimate=estimate,
+        n=int(first["seeds"]) * 2 * int(first["scales"]),
+        conventions={"unit": "nats", "test": "two-sided", "level": f"{level:g}", "power": f"{power:g}"},
+        warnings=(),
+        details={"sd": sd, "rho": rho, "known_sd": known_sd, "designs": table, "needed": needed},
+    )
+
+
+def parse_counts(option: str, text: str) -> list[int]:
+    """Positive whole numbers separated by commas.
+
+    >>> parse_counts("--seeds", "3,5")
+    [3, 5]
+    """
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdigit() and int(part) > 0 for part in parts):
+        raise UsageError(f"{option}: {text!r} is not whole numbers separated by commas, e.g. 3,5,10")
+    return [int(part) for part in parts]
+
+
+def _needed(
+    scales: int, sd: float, difference: float | None, half_width: float | None, *, known_sd: bool, alpha: float, power: float
+) -> dict[str, Any]:
+    out: dict[str, Any] = {"scales": scales}
+    base = Design(seeds=2, scales=scales, known_sd=known_sd)
+    if difference is not None:
+        out["seeds_to_find_difference"] = seeds_needed(difference / sd, base, alpha, power)
+    if half_width is not None:
+        count = 1 if known_sd else 2
+        while precision(Design(seeds=count, scales=scales, known_sd=known_sd), 1 - alpha) * sd > half_width and count < 10_000:
+            count += 1
+        out["seeds_for_half_width"] = count
+    return out
+
+
+def _configuration(frame: pd.DataFrame, by: Sequence[str] | None) -> list[str]:
+    if by is not None:
+        absent = [c for c in by if c not in frame.columns]
+        if absent:
+            raise TableError(f"noise floor: column {absent[0]!r} is not in the table; it has: {', '.join(map(str, frame.columns))}")
+        return list(by)
+    return [c for c in CONFIGURATION if c in frame.columns and not (c == "N" and "size" in frame.columns)]
+
+
+def _merge_repeats(frame: pd.DataFrame, columns: Sequence[str]) -> tuple[float, int, pd.DataFrame]:
+    """Runs of one configuration and one seed: their spread, and the table with their mean in their place."""
+    if "seed" not in frame.columns or frame["seed"].isna().all():
+        return float("nan"), 0, frame
+    keys = [*columns, "seed"]
+    grouped = frame.groupby(keys, dropna=False, sort=False)["loss"]
+    df = int((grouped.transform("size") > 1).sum() - (grouped.size() > 1).sum())
+    if df == 0:
+        return float("nan"), 0, frame
+    squares = float(((frame["loss"] - grouped.transform("mean")) ** 2).sum())
+    merged = frame.assign(loss=grouped.transform("mean")).drop_duplicates(keys)
+    return float(np.sqrt(squares / df)), df, merged
+
+
+def _describe(key: Any, columns: Sequence[str], sample: Floats, level: float) -> dict[str, Any]:
+    values = key if isinstance(key, tuple) else (key,)
+    sd = float(np.std(sample, ddof=1))
+    low, high = chi_square_limits(sd, len(sample) - 1, level)
+    return {
+        "configuration": {c: str(v) for c, v in zip(columns or ["rows"], values, strict=True)},
+        "n": len(sample),
+        "mean": float(sample.mean()),
+        "sd": sd,
+        "low": low,
+        "high": high,
+    }
+
+
+def _scale_dependence(parts: Sequence[pd.DataFrame], samples: Sequence[Floats]) -> dict[str, Any]:
+    """Slope of log SD on log of the first of C, N, D there is, weighted by degrees of freedom."""
+    name = next((n for n in ("C", "N", "D") if all(n in p.columns and p[n].notna().all() for p in parts)), None)
+    usable = [k for k, s in enumerate(samples) if np.ptp(s) > 0]
+    if name is None or len(usable) < 3:
+        return {"variable": name, "slope": None, "p": None}
+    x = np.array([float(np.mean(np.log(numbers(parts[k], name)))) for k in usable])
+    if len(set(group_near(np.exp(x)))) < 2:
+        return {"variable": name, "slope": None, "p": None}
+    df = np.array([len(samples[k]) - 1 for k in usable], dtype=np.float64)
+    y = np.array([np.log(np.std(samples[k], ddof=1)) for k in usable])
+    # log of an SD with v degrees of freedom is biased by (digamma(v/2) - log(v/2))/2 and has variance trigamma(v/2)/4.
+    from scipy.special import digamma, polygamma
+
+    y = y - 0.5 * (digamma(df / 2) - np.log(df / 2))
+    w = 4 / polygamma(1, df / 2)
+    centred = x - np.sum(w * x) / np.sum(w)
+    slope = float(np.sum(w * centred * y) / np.sum(w * centred**2))
+    error = float(1 / np.sqrt(np.sum(w * centred**2)))
+    return {"variable": name, "slope": slope, "standard_error": error, "p": float(2 * stats.norm.sf(abs(slope) / error))}
+
+
+def _cautions(df: int, tests: dict[str, float | None], samples: Sequence[Floats]) -> list[Caution]:
+    out = []
+    if df < 10:
+        low, high = chi_square_limits(1.0, df, 0.95)
+        text = f"{df} degrees of freedom: the true SD may be {low:.2f} to {high:.2f} times the estimate"
+        out.append(Caution(code="few-seeds", message=text))
+    levene = tests["levene_p"]
+    if levene is not None and levene < HOMOGENEOUS:
+        sds = [float(np.std(s, ddof=1)) for s in samples]
+        text = f"configurations differ in spread (Levene p {levene:.2g}; SD {min(sds):.3g} to {max(sds):.3g}): do not pool them all"
+        out.append(Caution(code="unequal-variances", message=text))
+    if any(np.ptp(s) == 0 for s in samples):
+        text = "a configuration has runs with exactly equal losses: copies of one run, or seeds that change nothing"
+        out.append(Caution(code="identical-losses", message=text))
+    return out
+
+

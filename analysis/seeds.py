@@ -1,0 +1,316 @@
+"""Whether a method beats the baseline over the same seeds.
+
+After ``cells``, with the arithmetic of ``paired``: differences per scale and over scales, paired where runs of one seed
+are correlated and unpaired (with more degrees of freedom) where they are not, corrected for the number of methods, with
+what that many seeds can show at all.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy import stats
+
+from scaling.analysis.cells import Cell, make_cells, paired, pick_methods, pooled_sd, seed_correlation
+from scaling.analysis.checklist import describe_dropped, describe_seeds, make_checklist
+from scaling.analysis.paired import (
+    TTest,
+    benjamini_hochberg,
+    dunnett,
+    expected_best,
+    hodges_lehmann,
+    holm,
+    paired_t,
+    sign_flip,
+    t_summary,
+    unpaired_t,
+)
+from scaling.analysis.power import detectable_paired
+from scaling.analysis.result import Caution, Interval, Result
+from scaling.analysis.screen import Screened, screen
+from scaling.analysis.speedup import mixed_budgets, refuse
+from scaling.errors import FitError, UsageError
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+Floats = NDArray[np.float64]
+
+PAIRINGS = ("auto", "paired", "unpaired")
+# One-sided level at which seeds count as correlated; below it the unpaired test is used.
+CORRELATED = 0.05
+# Level of the test that cells have one variance; below it the pooled SD is not to be trusted.
+HOMOGENEOUS = 0.05
+
+
+def compare_seeds(
+    table: pd.DataFrame,
+    *,
+    baseline: str,
+    method: str | None = None,
+    pairing: str = "auto",
+    noise_sd: float | None = None,
+    level: float = 0.95,
+    keep_unfinished: bool = False,
+) -> dict[str, Result]:
+    """Difference of loss (method minus baseline; negative is better) per scale and over scales.
+
+    Parameters
+    ----------
+    table
+        Runs with ``method``, ``loss``, ``seed``; the scale from ``size``, N or D where there is one.
+    baseline, method
+        The baseline, and one method (all others by default).
+    pairing
+        ``paired``, ``unpaired``, or ``auto``: paired where the correlation of runs that share a seed is positive at 5%.
+    noise_sd
+        Seed standard deviation known from elsewhere (then z instead of t).
+
+    Returns
+    -------
+    dict
+        Method -> result. ``estimate``: ``delta`` (mean over scales) and ``delta[scale]``.
+
+    Raises
+    ------
+    UsageError, TableError
+        When an option or column is wrong or the baseline is missing.
+    """
+    if pairing not in PAIRINGS:
+        raise UsageError(f"pairing {pairing!r} is unknown; allowed: {', '.join(PAIRINGS)}")
+    needs = ["method", "loss", *(["seed"] if pairing == "paired" else [])]
+    screened = screen(table, needs=needs, analysis="compare seeds", keep_unfinished=keep_unfinished)
+    cells = make_cells(screened.frame, cost=None)
+    names = pick_methods(cells, baseline, method)
+    out = {}
+    for name in names:
+        try:
+            out[name] = _compare(cells[baseline], cells[name], screened, pairing=pairing, noise_sd=noise_sd, level=level)
+        except FitError as error:
+            out[name] = refuse("compare seeds", str(error), screened)
+    return _correct(out)
+
+
+def _compare(
+    baseline: dict[str, Cell], method: dict[str, Cell], screened: Screened, *, pairing: str, noise_sd: float | None, level: float
+) -> Result:
+    common = [s for s in baseline if s in method]
+    if not common:
+        raise FitError(
+            f"no-common-scale: baseline has {', '.join(baseline)}; the method has {', '.join(method)}: nothing to compare"
+        )
+    arms = [(method[s], baseline[s]) for s in common]
+    pairs = [paired(m, b) for m, b in arms]
+    rho, rho_df, rho_p = seed_correlation(pairs)
+    both = [c for arm in arms for c in arm]
+    sd, sd_df = pooled_sd(both)
+    use_pairs = pairing == "paired" or (pairing == "auto" and rho_df > 0 and rho_p < CORRELATED and noise_sd is None)
+    per_scale = [
+        _scale(m, b, p, sd=noise_sd or sd, sd_df=np.inf if noise_sd else sd_df, rho=rho if noise_sd else 0.0, level=level)
+        for (m, b), p in zip(arms, pairs, strict=True)
+    ]
+    deltas = np.array([row["delta"] for row in per_scale])
+    joint = _joint(arms, pairs, use_pairs=use_pairs, sd=noise_sd or sd, sd_df=np.inf if noise_sd else sd_df, level=level)
+    key = "paired" if use_pairs else "pooled"
+    estimate = {"delta": float(np.mean(deltas)), **{f"delta[{s}]": float(d) for s, d in zip(common, deltas, strict=True)}}
+    interval, errors = _interval(joint, common, per_scale, key, level, use_pairs)
+    flips = np.concatenate([m - b for m, b in pairs]) if pairs else np.empty(0)
+    flip_p, flip_floor = sign_flip(flips) if len(flips) else (float("nan"), float("nan"))
+    details: dict[str, Any] = {
+        "baseline": both[1].method,
+        "method": both[0].method,
+        "scales": per_scale,
+        "joint": asdict(joint) if joint else None,
+        "pairing": {"used": "paired" if use_pairs else "unpaired", "rho": rho, "df": rho_df, "p_one_sided": rho_p},
+        "sign_flip": {"p": flip_p, "smallest_possible_p": flip_floor, "pairs": len(flips)},
+        "hodges_lehmann": hodges_lehmann(flips),
+        "pooled_sd": {"sd": sd, "df": sd_df, "homogeneity_p": _homogeneity(both)},
+        "mixed_model": mixed_model(arms, pairs),
+    }
+    cautions = [*screened.cautions, *_cautions(arms, pairs, baseline, method, screened, joint, noise_sd or sd, details)]
+    entries = {
+        "form": "difference of mean losses, method minus baseline, mean over scales",
+        "variables": "loss, method, seed, scale",
+        "conventions": f"{'paired by seed' if use_pairs else 'unpaired'} ({pairing})",
+        "rows": str(sum(len(c.losses) for c in both)),
+        "dropped": describe_dropped(screened.dropped),
+        "seeds": describe_seeds(screened.frame),
+        "interval": interval.method if interval else "none",
+    }
+    return Result(
+        kind="compare seeds",
+        estimate=estimate,
+        standard_error=errors,
+        interval=interval,
+        n=sum(len(c.losses) for c in both),
+        df=joint.df if joint else None,
+        conventions={"difference": "method minus baseline", "pairing": "paired" if use_pairs else "unpaired"},
+        warnings=tuple(cautions),
+        dropped=screened.dropped,
+        checklist=make_checklist(entries),
+        details=details,
+    )
+
+
+def _scale(
+    m: Cell, b: Cell, pair: tuple[Floats, Floats], *, sd: float, sd_df: float, rho: float, level: float
+) -> dict[str, Any]:
+    d = pair[0] - pair[1]
+    pooled = None
+    if np.isfinite(sd) and sd_df > 0:
+        pooled = t_summary(m.mean - b.mean, sd * float(np.sqrt(1 / len(m.losses) + 1 / len(b.losses))), sd_df, level)
+    flip = sign_flip(d) if len(d) else (float("nan"), float("nan"))
+    tests = {"paired": paired_t(d, level), "unpaired": unpaired_t(m.losses, b.losses, level), "pooled": pooled}
+    return {
+        "scale": m.scale,
+        "n_method": len(m.losses),
+        "n_baseline": len(b.losses),
+        "pairs": len(d),
+        "mean_method": m.mean,
+        "mean_baseline": b.mean,
+        "delta": m.mean - b.mean,
+        "pair_deltas": d.tolist(),
+        "seeds": [s for s in m.seeds if s in b.seeds],
+        "sign_flip_p": flip[0],
+        "sign_flip_floor": flip[1],
+        "hodges_lehmann": hodges_lehmann(d),
+        **{name: asdict(t) if t else None for name, t in tests.items()},
+    }
+
+
+def _joint(
+    arms: list[tuple[Cell, Cell]], pairs: list[tuple[Floats, Floats]], *, use_pairs: bool, sd: float, sd_df: float, level: float
+) -> TTest | None:
+    """Mean difference over scales: pooled variance of pair differences, or of runs."""
+    k = len(arms)
+    if use_pairs:
+        d = [m - b for m, b in pairs if len(m)]
+        df = sum(len(v) - 1 for v in d)
+        if len(d) < k or df < 1:
+            return None
+        variance = sum(float(np.sum((v - v.mean()) ** 2)) for v in d) / df
+        error = np.sqrt(variance * sum(1 / len(v) for v in d)) / k
+        return t_summary(float(np.mean([v.mean() for v in d])), float(error), df, level)
+    if not (np.isfinite(sd) and sd_df > 0):
+        return None
+    error = sd * np.sqrt(sum(1 / len(m.losses) + 1 / len(b.losses) for m, b in arms)) / k
+    return t_summary(float(np.mean([m.mean - b.mean for m, b in arms])), float(error), sd_df, level)
+
+
+def _interval(
+    joint: TTest | None, scales: list[str], rows: list[dict[str, Any]], key: str, level: float, use_pairs: bool
+) -> tuple[Interval | None, dict[str, float]]:
+    if joint is None:
+        return None, {}
+    low, high, errors = {"delta": joint.low}, {"delta": joint.high}, {"delta": joint.standard_error}
+    for scale, row in zip(scales, rows, strict=True):
+        if row[key]:
+            name = f"delta[{scale}]"
+            low[name], high[name], errors[name] = row[key]["low"], row[key]["high"], row[key]["standard_error"]
+    kind = "z" if np.isinf(joint.df) else f"t, {joint.df:g} df"
+    method = f"paired {kind}" if use_pairs else f"unpaired {kind}, SD pooled over cells"
+    return Interval(level=level, method=method, low=low, high=high), errors
+
+
+def _homogeneity(cells: list[Cell]) -> float | None:
+    """Levene's test (median) that cells have one variance; ``None`` where it cannot be made."""
+    groups = [c.losses for c in cells if len(c.losses) > 2]
+    if len(groups) < 2 or all(np.ptp(g) == 0 for g in groups):
+        return None
+    return float(stats.levene(*groups, center="median").pvalue)
+
+
+def mixed_model(arms: list[tuple[Cell, Cell]], pairs: list[tuple[Floats, Floats]]) -> dict[str, Any]:
+    """Random-intercept model of the pair differences over scales: does the mean differ when scales are a sample?"""
+    d = [m - b for m, b in pairs]
+    if len(d) < 3 or sum(len(v) for v in d) < len(d) + 2:
+        return {"fitted": False, "reason": f"{len(d)} scales with {sum(len(v) for v in d)} pairs: needs 3 scales and some seeds"}
+    from statsmodels.regression.mixed_linear_model import MixedLM
+
+    values = np.concatenate(d)
+    groups = np.repeat([m.scale for m, _ in arms], [len(v) for v in d])
+    size = float(np.std(values)) or 1.0
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            found = MixedLM(values / size, np.ones((len(values), 1)), groups=groups).fit(reml=True)
+        except (np.linalg.LinAlgError, ValueError) as error:
+            return {"fitted": False, "reason": str(error)}
+    return {
+        "fitted": True,
+        "converged": bool(found.converged),
+        "delta": float(found.params[0]) * size,
+        "standard_error": float(found.bse[0]) * size,
+        "sd_between_scales": float(np.sqrt(max(float(np.asarray(found.cov_re)[0, 0]), 0.0))) * size,
+        "sd_within": float(np.sqrt(found.scale)) * size,
+        "p": float(2 * stats.t.sf(abs(float(found.params[0] / found.bse[0])), len(d) - 1)),
+        "df": len(d) - 1,
+        "notes": sorted({str(w.message).splitlines()[0] for w in caught}),
+    }
+
+
+def _cautions(
+    arms: list[tuple[Cell, Cell]], pairs: list[tuple[Floats, Floats]], baseline: dict[str, Cell], method: dict[str, Cell],
+    screened: Screened, joint: TTest | None, sd: float, details: dict[str, Any],
+) -> list[Caution]:  # fmt: skip
+    out = []
+    lone = sorted(set(method) - set(baseline)) + sorted(set(baseline) - set(method))
+    if lone:
+        out.append(Caution(code="unmatched-scales", message=f"scales of one arm only, left out: {', '.join(lone)}"))
+    smallest = min(len(m) for m, _ in pairs)
+    if joint is None:
+        text = "one seed a cell and no given noise: the difference has no interval; add seeds or give a noise floor"
+        out.append(Caution(code="one-seed", message=text))
+    elif 2 <= smallest < 6:
+        effect = detectable_paired(smallest, 0.05, 0.8)
+        text = (
+            f"{smallest} seeds: the smallest two-sided sign-flip p at one scale is {2.0 ** (1 - smallest):.3g}; a paired t at one "
+            f"scale finds with 80% power only differences of {effect:.2f} SDs of the pair differences"
+        )
+        out.append(Caution(code="few-seeds", message=text))
+    if details["pairing"]["used"] == "unpaired" and smallest > 1:
+        rho = details["pairing"]["rho"]
+        text = f"runs of one seed correlate by {rho:.2f}, not shown to be positive: the unpaired test with more df is used"
+        out.append(Caution(code="pairing-not-used", message=text))
+    p = details["pooled_sd"]["homogeneity_p"]
+    if p is not None and p < HOMOGENEOUS:
+        text = f"cells differ in spread (Levene p {p:.2g}): the pooled SD {sd:.3g} misstates single scales"
+        out.append(Caution(code="unequal-variances", message=text))
+    out += mixed_budgets(screened.frame, [arms[0][0].method, arms[0][1].method])
+    return out
+
+
+def _correct(results: dict[str, Result]) -> dict[str, Result]:
+    """Add adjusted p-values over methods and what the best of them gains by luck."""
+    names = [n for n, r in results.items() if r.details.get("joint")]
+    if not names:
+        return results
+    p = [float(results[n].details["joint"]["p"]) for n in names]
+    t = [float(results[n].estimate["delta"] / max(results[n].standard_error["delta"], 1e-300)) for n in names]
+    df = min(float(results[n].details["joint"]["df"]) for n in names)
+    adjusted = {"holm": holm(p), "benjamini_hochberg": benjamini_hochberg(p), "dunnett": dunnett(t, df)}
+    luck = expected_best(len(names))
+    best = min(names, key=lambda n: results[n].estimate["delta"])
+    out = dict(results)
+    for k, n in enumerate(names):
+        result = results[n]
+        # The baseline's share of the variance is common to all methods: luck acts on the method's own half.
+        gain = float(luck * result.standard_error["delta"] / np.sqrt(2))
+        extra = {
+            "methods": len(names),
+            "p": p[k],
+            **{name: values[k] for name, values in adjusted.items()},
+            "best": n == best,
+            "expected_luck_of_best": gain,
+            "delta_corrected_for_selection": result.estimate["delta"] + (gain if n == best else 0.0),
+        }
+        cautions = result.warnings
+        if n == best and len(names) > 1:
+            text = f"best of {len(names)} methods: equal ones would show a gain of {gain:.3g} by luck; confirm with fresh seeds"
+            cautions = (*cautions, Caution(code="best-of-k", message=text))
+        out[n] = replace(result, warnings=cautions, details={**result.details, "multiplicity": extra})
+    return out

@@ -1,0 +1,217 @@
+"""The whole main job, small: real text, a grid trained on this machine, tracked, analysed, reported.
+
+Near the end of the flow, where every part meets: ``corpus`` makes a token store of the Python standard library,
+``sweeps`` plans and trains the preset ``quickstart``, ``tracking`` feeds MLflow meanwhile, ``analysis`` reads the store
+back and judges. Everything is under one folder and is taken up again where it was left: a second call trains nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from scaling.errors import DataError, RecordError
+from scaling.sweeps.plan import Plan, plan
+from scaling.sweeps.spec import load_spec
+
+if TYPE_CHECKING:
+    from scaling.analysis.findings import Findings
+
+logger = logging.getLogger(__name__)
+
+PRESET: Final = "quickstart"
+VOCAB_SIZE: Final = 1024
+HELD_OUT_FRACTION: Final = 0.1
+TEXT_BYTES: Final = 8 * 2**20  # of text: about three times what the largest run reads, so that nothing is repeated
+FREE_BYTES: Final = 256 * 2**20  # of disk: runs, checkpoints, store and report take less than half of it
+SYNC_S: Final = 20.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """What a quickstart made. ``trained`` runs were trained by this call, ``finished`` ones had been before."""
+
+    out: Path
+    report: Path
+    store_uri: str
+    trained: int
+    finished: int
+    unfinished: int
+    interrupted: bool
+    wall_time_s: float
+    findings: Findings | None = None
+    times_s: dict[str, float] = field(default_factory=dict)
+
+
+def quickstart(out: Path, *, workers: int | None = None, say: Callable[[str], None] = lambda text: None) -> Outcome:
+    """Train, track, analyse and report the preset ``quickstart`` under ``out``.
+
+    Parameters
+    ----------
+    out
+        Folder for everything: ``text`` (token store), ``runs``, ``mlflow.db``, ``report``.
+    workers
+        Runs at a time; default: one a core.
+    say
+        Told what happens now, one line each.
+
+    Raises
+    ------
+    DataError
+        If this Python has no standard library source to read.
+    RecordError
+        If ``out`` cannot be written to, or the disk is nearly full.
+    """
+    began_s = time.monotonic()
+    times: dict[str, float] = {}
+    _require_room(out)
+    with _timed(times, "text"):
+        store = _text(out / "text", say)
+    sweep = _plan(out, store)
+    store_uri = f"sqlite:///{(out / 'mlflow.db').resolve()}"
+    with _timed(times, "training"):
+        trained, finished, interrupted = _train(sweep, store_uri, workers, say)
+    unfinished = len(sweep.runs) - trained - finished
+    if interrupted:
+        return Outcome(
+            out=out, report=out / "report" / "report.html", store_uri=store_uri, trained=trained, finished=finished,
+            unfinished=unfinished, interrupted=True, wall_time_s=time.monotonic() - began_s, times_s=times,
+        )  # fmt: skip
+    with _timed(times, "tracking"):
+        _sync(sweep, store_uri, say)
+    with _timed(times, "analysis and report"):
+        findings, report = _report(sweep, store_uri, out, say)
+    return Outcome(
+        out=out, report=report, store_uri=store_uri, trained=trained, finished=finished, unfinished=unfinished,
+        interrupted=False, wall_time_s=time.monotonic() - began_s, findings=findings, times_s=times,
+    )  # fmt: skip
+
+
+@contextmanager
+def _timed(times: dict[str, float], name: str) -> Iterator[None]:
+    began_s = time.monotonic()
+    yield
+    times[name] = time.monotonic() - began_s
+
+
+def _require_room(out: Path) -> None:
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        probe = out / ".writable"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise RecordError(f"{out}: cannot be written ({error.strerror}); choose another --out") from None
+    free = shutil.disk_usage(out).free
+    if free < FREE_BYTES:
+        raise RecordError(
+            f"{out}: {free / 2**20:.0f} MiB free, {FREE_BYTES / 2**20:.0f} MiB are needed; free space or choose another --out"
+        )
+
+
+def _text(folder: Path, say: Callable[[str], None]) -> Path:
+    """The token store of the standard library's text, made once."""
+    from scaling.corpus import prepare, python_library_documents
+    from scaling.corpus.documents import digest
+    from scaling.tokens import META
+
+    if (folder / META).exists():
+        return folder
+    say("reading the Python standard library and training a byte-level BPE on it")
+    skipped: dict[str, int] = {}
+    documents = sorted(python_library_documents(skipped), key=lambda document: digest(document.encode()))
+    kept, size = [], 0
+    for document in documents:
+        if size < TEXT_BYTES:
+            kept.append(document)
+            size += len(document.encode())
+    if size < TEXT_BYTES // 2:
+        raise DataError(
+            f"the Python standard library here has {size} bytes of text, {TEXT_BYTES // 2} are needed; "
+            "install the library's source, or train on your own text: scaling data prepare, scaling sweep submit"
+        )
+    made = prepare(kept, folder, vocab_size=VOCAB_SIZE, held_out_fraction=HELD_OUT_FRACTION)
+    left_out = ", ".join(f"{count} {reason}" for reason, count in sorted(skipped.items())) or "none"
+    say(f"{len(kept)} files, {size / 1e6:.1f} MB, {made.num_tokens:,} tokens (left out: {left_out})")
+    return folder
+
+
+def _plan(out: Path, store: Path) -> Plan:
+    spec = load_spec(PRESET, [f"data.path={store}"])
+    return plan(spec, out / "runs")
+
+
+def _train(sweep: Plan, store_uri: str, workers: int | None, say: Callable[[str], None]) -> tuple[int, int, bool]:
+    """Train what is not finished, with a syncer beside it; how many, how many were finished, whether broken off."""
+    from scaling.record import RunFolder
+    from scaling.sweeps.display import Progress
+    from scaling.sweeps.local import run_local
+
+    def finished() -> int:
+        ends = [RunFolder(sweep.out / run.key).end() for run in sweep.runs]
+        return sum(end is not None and end.status in ("done", "diverged") for end in ends)
+
+    before = finished()
+    if before == len(sweep.runs):
+        say(f"all {before} runs are finished; nothing to train")
+        return 0, before, False
+    say(f"training {len(sweep.runs) - before} of {len(sweep.runs)} runs (Ctrl-C saves and leaves; call again to go on)")
+    stop = threading.Event()
+    syncer = threading.Thread(target=_follow, args=(sweep.out, store_uri, stop), daemon=True)
+    syncer.start()
+    try:
+        with Progress(sweep) as progress:
+            report = run_local(sweep, workers=workers, on_tick=progress.tick)
+    finally:
+        stop.set()
+        syncer.join(timeout=60)
+    return finished() - before, before, report.stopped_by is not None
+
+
+def _follow(out: Path, store_uri: str, stop: threading.Event) -> None:
+    """Feed MLflow while runs train. What this leaves undone, the sync after training does, and says so if it fails."""
+    from scaling.tracking import sync
+
+    while not stop.wait(SYNC_S):
+        try:
+            sync(out, store_uri=store_uri, experiment=PRESET)
+        except Exception as error:
+            logger.warning("live tracking: %s", error)
+
+
+def _sync(sweep: Plan, store_uri: str, say: Callable[[str], None]) -> None:
+    from scaling.tracking import sync
+
+    report = sync(sweep.out, store_uri=store_uri, experiment=PRESET)
+    if not report.ok:
+        say(
+            f"MLflow: {report.unavailable or report.problems[0].reason}; the runs are safe, `scaling runs sync` retries"
+        )
+
+
+def _report(sweep: Plan, store_uri: str, out: Path, say: Callable[[str], None]) -> tuple[Any, Path]:
+    from scaling.analysis.findings import Findings
+    from scaling.analysis.ingest import read_runs
+    from scaling.analysis.inquiry import inquire
+    from scaling.analysis.report import build_report
+
+    say("reading the runs back from MLflow, fitting, comparing, drawing")
+    read = read_runs(store_uri, sweep=PRESET, histories=True)
+    findings: Findings = inquire(read.table, read.histories)
+    report = build_report(
+        read.table,
+        read.histories,
+        out=out / "report",
+        title="Quickstart: baseline and MHAR on the Python standard library",
+        dropped=[(drop.run or "", drop.reason) for drop in read.dropped],
+        command=f"scaling quickstart --out {out}",
+        findings=findings,
+    )
+    return findings, report
