@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,15 @@ from scaling.sweeps.status import choose, status
 from scaling.sweeps.submit import Submitter, feed
 
 TOY = "toy_trainer:train"
+
+
+@pytest.fixture(autouse=True)
+def empty_queue(cluster: Any) -> Iterator[None]:
+    """Nothing of one test is left for the next one."""
+    yield
+    if cluster.run("squeue", "-h", check=False).strip():
+        cluster.run("scancel", "-u", "root", check=False)
+        cluster.wait(lambda: not cluster.run("squeue", "-h", check=False).strip(), 30, "an empty queue")
 
 
 def submitter(planned: Any, **rest: Any) -> Submitter:
@@ -90,7 +99,7 @@ def test_24_real_trainings_to_their_end_within_the_throttle(make: Any, finish: A
 def test_killed_worker_is_a_crash_and_a_retry_goes_on_from_its_checkpoint(
     make: Any, wait: Any, finish: Any, check_records: Any
 ) -> None:
-    planned = make("killed", steps=600, grid={"seed": [0]})
+    planned = make("killed", steps=300, grid={"seed": [0]})
     submitter(planned).submit()
     wait(running(planned, step=30), 60, "30 steps")
     folder = RunFolder(planned.out / planned.runs[0].key)
@@ -134,14 +143,14 @@ def test_cancelling_a_part_leaves_the_rest(
 def test_preempted_run_saves_itself_and_comes_back(
     make: Any, wait: Any, finish: Any, check_records: Any, cluster: Any
 ) -> None:
-    planned = make("preempted", steps=1500, grid={"seed": [0]}, resources={"gpus": 2, "sbatch": {"nodelist": "n4"}})
+    planned = make(
+        "preempted", steps=1000, grid={"seed": [0]}, resources={"memory": "3500M", "sbatch": {"nodelist": "n4"}}
+    )
     submitter(planned, site=Site(partition="scavenge")).submit()
     wait(running(planned, step=30), 60, "30 steps")
     (first,) = Ledger(planned.sweep_folder).jobs().values()
     before = RunFolder(planned.out / planned.runs[0].key).attempts()
-    high = cluster.run(
-        "sbatch", "--parsable", "--gres=gpu:2", "-w", "n4", "-o", "/dev/null", "--wrap", "sleep 3"
-    ).strip()
+    high = cluster.run("sbatch", "--parsable", "--mem=3500", "-w", "n4", "-o", "/dev/null", "--wrap", "sleep 3").strip()
     requeued = wait(lambda: [r for r in status(planned).runs if r.state.state == "requeued"], 60, "the requeue")
     assert requeued[0].state.slurm in ("PENDING", "PREEMPTED", "REQUEUED")
     now = finish(planned, 120)
@@ -159,7 +168,7 @@ def test_preempted_run_saves_itself_and_comes_back(
 def test_lost_node_and_its_twin_leave_one_record(
     make: Any, wait: Any, finish: Any, toy: Any, check_records: Any, cluster: Any
 ) -> None:
-    planned = make("lost", steps=260, grid={"seed": [0]}, resources={"sbatch": {"nodelist": "n[1-2]", "nodes": "1-1"}})
+    planned = make("lost", steps=260, grid={"seed": [0]}, resources={"sbatch": {"exclude": "n[3-4]"}})
     toy(**{planned.runs[0].label: "slow"})  # 52 s: longer than Slurm takes to give the node up
     submitter(planned, trainer=TOY).submit()
     wait(running(planned, step=3), 60, "3 steps")
@@ -352,7 +361,7 @@ def test_full_disk_in_the_run_folder(make: Any, finish: Any, toy: Any, tmp_path:
         assert row.state.word == "failed:crash"
         assert "No space left" in row.state.reason + log_of(planned, row).error, (row.state, log_of(planned, row))
     finally:
-        subprocess.run(["umount", str(small)], check=True)
+        subprocess.run(["umount", "-l", str(small)], check=True)
 
 
 def test_jobs_run_the_code_as_it_was_at_submit(make: Any, finish: Any, toy: Any, tmp_path: Path) -> None:
