@@ -9,6 +9,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -81,15 +82,15 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture
-def make(tmp_path: Path, store: Path, cluster: Any) -> Callable[..., Any]:
-    """Make the plan of a sweep of tiny runs; keyword arguments are sections of its file."""
+@pytest.fixture(scope="session")
+def make_in(store: Path, cluster: Any) -> Callable[..., Any]:
+    """Make the plan of a sweep of tiny runs in a folder; keyword arguments are sections of its file."""
     import yaml
 
     from scaling.sweeps.plan import plan
     from scaling.sweeps.spec import load_spec
 
-    def build(name: str, *, steps: int = 12, settings: tuple[str, ...] = (), **rest: Any) -> Any:
+    def build(folder: Path, name: str, *, steps: int = 12, settings: tuple[str, ...] = (), **rest: Any) -> Any:
         base = {
             "model": {"size": "50k", "vocab_size": 257},
             "data": {"path": str(store), "seq_len": 32, "batch_size": 4},
@@ -98,11 +99,17 @@ def make(tmp_path: Path, store: Path, cluster: Any) -> Callable[..., Any]:
             "run": {"device": "cpu", "log_every_steps": 2, "checkpoint_every_steps": 10},
         }
         resources = {"time": 10, "signal": 10, "memory": "100M", **rest.pop("resources", {})}
-        file = tmp_path / f"{name}.yaml"
+        file = folder / f"{name}.yaml"
         file.write_text(yaml.safe_dump({"base": base, "resources": resources, **rest}), encoding="utf-8")
-        return plan(load_spec(file, settings), tmp_path / "runs")
+        return plan(load_spec(file, settings), folder / "runs")
 
     return build
+
+
+@pytest.fixture
+def make(make_in: Callable[..., Any], tmp_path: Path) -> Callable[..., Any]:
+    """Make the plan of a sweep in this test's folder."""
+    return partial(make_in, tmp_path)
 
 
 @pytest.fixture

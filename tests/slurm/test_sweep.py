@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -28,13 +29,34 @@ from scaling.sweeps.submit import Submitter, feed
 TOY = "toy_trainer:train"
 
 
+@pytest.fixture(scope="module", autouse=True)
+def limited(make_in: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A run that needs longer than its time limit: it trains beside all other tests, the last one looks at it."""
+    planned = make_in(
+        tmp_path_factory.mktemp("limited"),
+        "limited",
+        steps=560,  # 112 s; the signal comes after 50 to 110 s of 2 minutes
+        grid={"seed": [0]},
+        resources={"time": 2, "sbatch": {"nodelist": "n3"}},
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TOY", json.dumps({planned.runs[0].label: "slow"}))
+        submitter(planned, trainer=TOY).submit()
+    return planned
+
+
 @pytest.fixture(autouse=True)
 def empty_queue(cluster: Any) -> Iterator[None]:
     """Nothing of one test is left for the next one."""
+
+    def others() -> list[str]:
+        lines = cluster.run("squeue", "-h", "-o", "%A %j", check=False).splitlines()
+        return [line.split()[0] for line in lines if not line.split()[1].startswith("limited.")]
+
     yield
-    if cluster.run("squeue", "-h", check=False).strip():
-        cluster.run("scancel", "-u", "root", check=False)
-        cluster.wait(lambda: not cluster.run("squeue", "-h", check=False).strip(), 30, "an empty queue")
+    if jobs := others():
+        cluster.run("scancel", *jobs, check=False)
+        cluster.wait(lambda: not others(), 30, "an empty queue")
 
 
 def submitter(planned: Any, **rest: Any) -> Submitter:
@@ -46,7 +68,8 @@ def running(planned: Any, step: int = 1) -> Callable[[], Any]:
 
     def look() -> Any:
         now = status(planned)
-        return now if all(row.step is not None and row.step >= step and row.look.attempts for row in now.runs) else None
+        steps = [row.look.step if row.look is not None and row.look.attempts else None for row in now.runs]
+        return now if all(reached is not None and reached >= step for reached in steps) else None
 
     return look
 
@@ -55,7 +78,7 @@ def test_24_real_trainings_to_their_end_within_the_throttle(make: Any, finish: A
     planned = make(
         "main24",
         grid={"method": ["baseline", "mhar"], "lr": [1e-3, 3e-3], "seed": {"range": [0, 5]}},
-        resources={"runs_per_job": 3},
+        resources={"runs_per_job": 4},
         throttle=3,
     )
     assert len(planned.runs) == 24
@@ -63,7 +86,7 @@ def test_24_real_trainings_to_their_end_within_the_throttle(make: Any, finish: A
     begun_s = time.monotonic()
     report = submitter(planned).submit()
     assert time.monotonic() - begun_s < 10
-    assert (report.runs, report.jobs, report.waiting) == (24, 8, 0)
+    assert (report.runs, report.jobs, report.waiting) == (24, 6, 0)
 
     def count() -> None:
         nonlocal most
@@ -144,7 +167,7 @@ def test_preempted_run_saves_itself_and_comes_back(
     make: Any, wait: Any, finish: Any, check_records: Any, cluster: Any
 ) -> None:
     planned = make(
-        "preempted", steps=1000, grid={"seed": [0]}, resources={"memory": "3500M", "sbatch": {"nodelist": "n4"}}
+        "preempted", steps=400, grid={"seed": [0]}, resources={"memory": "3500M", "sbatch": {"nodelist": "n4"}}
     )
     submitter(planned, site=Site(partition="scavenge")).submit()
     wait(running(planned, step=30), 60, "30 steps")
@@ -168,8 +191,8 @@ def test_preempted_run_saves_itself_and_comes_back(
 def test_lost_node_and_its_twin_leave_one_record(
     make: Any, wait: Any, finish: Any, toy: Any, check_records: Any, cluster: Any
 ) -> None:
-    planned = make("lost", steps=260, grid={"seed": [0]}, resources={"sbatch": {"exclude": "n[3-4]"}})
-    toy(**{planned.runs[0].label: "slow"})  # 52 s: longer than Slurm takes to give the node up
+    planned = make("lost", steps=200, grid={"seed": [0]}, resources={"sbatch": {"exclude": "n[3-4]"}})
+    toy(**{planned.runs[0].label: "slow"})  # 40 s: longer than Slurm takes to give the node up
     submitter(planned, trainer=TOY).submit()
     wait(running(planned, step=3), 60, "3 steps")
     (job, _), = Ledger(planned.sweep_folder).jobs().values()  # fmt: skip
@@ -194,18 +217,6 @@ def test_lost_node_and_its_twin_leave_one_record(
     wait(lambda: node in cluster.run("sinfo", "-h", "-N", "-t", "idle,mix", "-o", "%N"), 60, "the node's return")
 
 
-def test_time_limit_saves_and_requeues_until_the_end(make: Any, finish: Any, toy: Any, check_records: Any) -> None:
-    planned = make("timeout", steps=560, grid={"seed": [0]}, resources={"time": 2})
-    toy(**{planned.runs[0].label: "slow"})  # 112 s: the signal comes after 50 to 110 s
-    submitter(planned, trainer=TOY).submit()
-    now = finish(planned, 240)
-    assert now.counts == {"done": 1}
-    check_records(planned, now)
-    attempts = RunFolder(planned.out / planned.runs[0].key).attempts()
-    assert len(attempts) == 2 and attempts[1].resumed_from_step > 0
-    assert {item.restart_count for item in attempts} == {0, 1}
-
-
 def started(planned: Any, times: int) -> bool:
     return len(RunFolder(planned.out / planned.runs[0].key).attempts()) == times
 
@@ -224,12 +235,12 @@ def test_bounded_requeues_end_as_timeout(make: Any, wait: Any, finish: Any, toy:
 
 
 def test_arrays_are_cut_at_the_highest_index_and_300_runs_end_right(make: Any, finish: Any, toy: Any) -> None:
-    planned = make("many", steps=2, grid={"seed": {"range": [0, 299]}}, resources={"runs_per_job": 3})
+    planned = make("many", steps=2, grid={"seed": {"range": [0, 299]}}, resources={"runs_per_job": 5})
     toy(**{run.label: mood for run, mood in zip(planned.runs, ["crash", "diverge", "oom"], strict=False)})
     begun_s = time.monotonic()
     report = submitter(planned, trainer=TOY).submit()
     assert time.monotonic() - begun_s < 10
-    assert (report.runs, report.jobs, len(report.job_ids)) == (300, 100, 4)  # 26 tasks an array
+    assert (report.runs, report.jobs, len(report.job_ids)) == (300, 60, 3)  # 26 tasks an array
     names = Ledger(planned.sweep_folder).job_names()
     end_s = time.monotonic() + 240
     while any(view.state in ("PENDING", "RUNNING", "COMPLETING") for view in Slurm().queue(names).values()):
@@ -240,50 +251,6 @@ def test_arrays_are_cut_at_the_highest_index_and_300_runs_end_right(make: Any, f
     assert sorted(row.state.word for row in now.runs if row.state.state == "failed") == ["failed:crash", "failed:oom"]
     files = [path for path in planned.sweep_folder.rglob("*") if path.is_file() and "code" not in path.parts]
     assert len(files) <= 300  # of the sweep: a log a task and a few an array; the run folders come on top
-
-
-def test_submit_limit_is_fed(make: Any, finish: Any, toy: Any, cluster: Any) -> None:
-    cluster.run("sacctmgr", "-i", "modify", "user", "root", "set", "MaxSubmitJobs=5")
-    try:
-        planned = make("fed", steps=2, grid={"seed": {"range": [0, 11]}})
-        toy()
-        one = submitter(planned, trainer=TOY)
-        report = one.submit()
-        assert (report.runs, report.waiting) == (5, 7) and "5 jobs in the queue are allowed" in report.why_waiting
-        sleeps: list[float] = []
-
-        def sleep(total_s: float) -> None:
-            sleeps.append(total_s)
-            time.sleep(2)
-
-        total = feed(one, sleep=sleep)
-        assert total.waiting == 0 and total.runs == 7 and min(sleeps) >= 30
-        assert finish(planned, 60).counts == {"done": 12}
-    finally:
-        cluster.run("sacctmgr", "-i", "modify", "user", "root", "set", "MaxSubmitJobs=-1")
-
-
-def test_unreadable_submit_limit_is_found_by_trying(make: Any, finish: Any, toy: Any, cluster: Any) -> None:
-    cluster.run("sacctmgr", "-i", "modify", "qos", "normal", "set", "MaxSubmitJobsPerUser=3")
-    try:
-        planned = make("tried", steps=2, grid={"seed": {"range": [0, 6]}})
-        toy()
-        report = submitter(planned, trainer=TOY).submit()
-        assert report.runs == 3 and report.waiting == 4 and "job submit limit" in report.why_waiting
-        arrays = [path for path in (planned.sweep_folder / "arrays").iterdir()]
-        assert len(arrays) == len(report.job_ids)  # refused tries left nothing
-        assert finish_part(planned, 3, 60)
-    finally:
-        cluster.run("sacctmgr", "-i", "modify", "qos", "normal", "set", "MaxSubmitJobsPerUser=-1")
-
-
-def finish_part(planned: Any, count: int, limit_s: float) -> bool:
-    end_s = time.monotonic() + limit_s
-    while status(planned).counts.get("done", 0) < count:
-        if time.monotonic() > end_s:
-            return False
-        time.sleep(0.5)
-    return True
 
 
 def test_times_that_cannot_work_are_refused(make: Any) -> None:
@@ -310,7 +277,7 @@ def test_refused_sbatch_leaves_nothing(make: Any, finish: Any, toy: Any) -> None
 
 def test_controller_down_at_submit_and_during_status(make: Any, wait: Any, finish: Any, toy: Any, cluster: Any) -> None:
     planned = make("down", steps=150, grid={"seed": [0, 1]}, resources={"time": 10})
-    new = make("new", steps=2)
+    new, held = make("new", steps=2), make("held", steps=2, resources={"sbatch": {"hold": True}})
     toy(**{run.label: "slow" for run in planned.runs[:1]})
     submitter(planned, trainer=TOY).submit()
     wait(
@@ -320,6 +287,8 @@ def test_controller_down_at_submit_and_during_status(make: Any, wait: Any, finis
     try:
         now = status(planned)
         assert now.trouble and {row.state.state for row in now.runs} == {"done", "running"}  # the folders still know
+        (row,) = status(held).runs
+        assert row.state.state == "unknown" and "cannot be reached" in row.state.reason
         with pytest.raises(ClusterError, match=r"[Uu]nable to contact slurm controller"):
             submitter(new, trainer=TOY).submit()
         assert not (new.sweep_folder / "arrays").exists()
@@ -328,24 +297,11 @@ def test_controller_down_at_submit_and_during_status(make: Any, wait: Any, finis
     finally:
         cluster.start_controller()
     wait(lambda: not status(planned).trouble, 30, "the controller")
+    assert status(held).counts == {"queued": 1}
+    cancel(held, status(held).runs, Slurm(), everything=True)
     assert submitter(new, trainer=TOY).submit().runs == 1
     assert finish(new, 60).counts == {"done": 1}
     assert finish(planned, 90).counts == {"done": 2}
-
-
-def test_queued_run_is_unknown_while_nobody_can_say(make: Any, toy: Any, cluster: Any) -> None:
-    planned = make("held", steps=2, resources={"sbatch": {"hold": True}})
-    toy()
-    submitter(planned, trainer=TOY).submit()
-    assert status(planned).counts == {"queued": 1}
-    cluster.end("slurmctld")
-    try:
-        (row,) = status(planned).runs
-        assert row.state.state == "unknown" and "cannot be reached" in row.state.reason
-    finally:
-        cluster.start_controller()
-    assert status(planned).counts == {"queued": 1}
-    cancel(planned, status(planned).runs, Slurm(), everything=True)
 
 
 def test_full_disk_in_the_run_folder(make: Any, finish: Any, toy: Any, tmp_path: Path) -> None:
@@ -402,3 +358,57 @@ def test_submitting_from_inside_a_job(make: Any, finish: Any, toy: Any, monkeypa
     submitter(planned, trainer=TOY).submit()
     assert finish(planned, 60).counts == {"done": 1}
     assert os.environ["SLURM_MEM_PER_CPU"] == "7"
+
+
+def test_time_limit_saves_and_requeues_until_the_end(limited: Any, finish: Any, check_records: Any) -> None:
+    now = finish(limited, 240)
+    assert now.counts == {"done": 1}
+    check_records(limited, now)
+    attempts = RunFolder(limited.out / limited.runs[0].key).attempts()
+    assert len(attempts) >= 2 and attempts[1].resumed_from_step > 0
+    assert [item.restart_count for item in attempts] == list(range(len(attempts)))
+    assert len({item.job_id for item in attempts}) == 1
+
+
+def test_submit_limit_is_fed(make: Any, finish: Any, toy: Any, cluster: Any) -> None:
+    cluster.run("sacctmgr", "-i", "modify", "user", "root", "set", "MaxSubmitJobs=5")
+    try:
+        planned = make("fed", steps=2, grid={"seed": {"range": [0, 11]}})
+        toy()
+        one = submitter(planned, trainer=TOY)
+        report = one.submit()
+        assert (report.runs, report.waiting) == (5, 7) and "5 jobs in the queue are allowed" in report.why_waiting
+        sleeps: list[float] = []
+
+        def sleep(total_s: float) -> None:
+            sleeps.append(total_s)
+            time.sleep(2)
+
+        total = feed(one, sleep=sleep)
+        assert total.waiting == 0 and total.runs == 7 and min(sleeps) >= 30
+        assert finish(planned, 60).counts == {"done": 12}
+    finally:
+        cluster.run("sacctmgr", "-i", "modify", "user", "root", "set", "MaxSubmitJobs=-1")
+
+
+def test_unreadable_submit_limit_is_found_by_trying(make: Any, finish: Any, toy: Any, cluster: Any) -> None:
+    cluster.run("sacctmgr", "-i", "modify", "qos", "normal", "set", "MaxSubmitJobsPerUser=3")
+    try:
+        planned = make("tried", steps=2, grid={"seed": {"range": [0, 6]}})
+        toy()
+        report = submitter(planned, trainer=TOY).submit()
+        assert report.runs == 3 and report.waiting == 4 and "job submit limit" in report.why_waiting
+        arrays = [path for path in (planned.sweep_folder / "arrays").iterdir()]
+        assert len(arrays) == len(report.job_ids)  # refused tries left nothing
+        assert finish_part(planned, 3, 60)
+    finally:
+        cluster.run("sacctmgr", "-i", "modify", "qos", "normal", "set", "MaxSubmitJobsPerUser=-1")
+
+
+def finish_part(planned: Any, count: int, limit_s: float) -> bool:
+    end_s = time.monotonic() + limit_s
+    while status(planned).counts.get("done", 0) < count:
+        if time.monotonic() > end_s:
+            return False
+        time.sleep(0.5)
+    return True

@@ -21,6 +21,7 @@ from scaling.sweeps.display import number, span
 from scaling.sweeps.glance import glance
 from scaling.sweeps.local import pools, run_local, visible_gpus
 from scaling.sweeps.logs import log_of
+from scaling.sweeps.pool import Pool
 from scaling.sweeps.status import held, status
 
 TOY = "toy_trainer:train"
@@ -118,7 +119,7 @@ def test_places_are_gpus_times_packing(make: Any, toy: Any, monkeypatch: pytest.
     )
     seen: list[Any] = []
 
-    class Spy(local.Pool):
+    class Spy(Pool):
         def run(self, requests: Any) -> Any:
             seen.extend(slot["CUDA_VISIBLE_DEVICES"] for slot in self.slots)
             return {}
