@@ -78,6 +78,8 @@ VARIANTS: list[ResidualConfig] = [
 ]
 MOE = MoEConfig(num_experts=6, top_k=2, d_expert=16)
 
+DEFAULTS: list[ResidualConfig] = [METHODS[method]() for method in sorted(METHODS)]
+
 every_variant = pytest.mark.parametrize("options", VARIANTS, ids=repr)
 both_backbones = pytest.mark.parametrize("moe", [None, MOE], ids=["dense", "moe"])
 
@@ -139,8 +141,14 @@ def test_bytes_of_activations_are_those_kept_for_the_backward_pass(options: Resi
     assert estimate_memory(run).activations + 4 * unfused == pytest.approx(measured, rel=0.05)
 
 
-@every_variant
-@both_backbones
+on_backbones = pytest.mark.parametrize(
+    ("options", "moe"),
+    [*((options, None) for options in VARIANTS), *((options, MOE) for options in DEFAULTS)],
+    ids=lambda value: "dense" if value is None else "moe" if value is MOE else repr(value),
+)
+
+
+@on_backbones
 def test_outputs_before_a_changed_token_stay_to_the_bit(
     build: Build, perturb: Perturb, options: ResidualConfig, moe: MoEConfig | None
 ) -> None:
@@ -172,8 +180,7 @@ def test_documents_do_not_meet(build: Build, perturb: Perturb, options: Residual
     assert torch.equal(together[:, 5:], again[:, 5:])
 
 
-@every_variant
-@both_backbones
+@on_backbones
 def test_state_dict_round_trip(
     build: Build, perturb: Perturb, tokens_BT: Tensor, options: ResidualConfig, moe: MoEConfig | None
 ) -> None:
