@@ -256,6 +256,7 @@ def _train(model: Transformer, steps: int) -> tuple[float, float, float]:
     return losses[0], losses[-1], best_s
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", sorted(METHODS))
 @both_backbones
 def test_a_short_training_lowers_the_loss_within_30_times_the_baseline_s_time(
