@@ -51,8 +51,9 @@ def cluster() -> Iterator[Any]:
     before = dict(os.environ)
     try:
         one.start()
+        ours = one.environment
         os.environ.clear()
-        os.environ.update(one.environment)
+        os.environ.update(ours)
         os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "sweeps")])
         os.environ["SCALING_SITE"] = str(folder / "site.yaml")
         (folder / "site.yaml").write_text("partition: main\n", encoding="utf-8")
@@ -83,9 +84,10 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def make(tmp_path: Path, store: Path, cluster: Any) -> Callable[..., Any]:
     """Make the plan of a sweep of tiny runs; keyword arguments are sections of its file."""
-    from scaling.sweeps.document import Document
+    import yaml
+
     from scaling.sweeps.plan import plan
-    from scaling.sweeps.spec import build_spec
+    from scaling.sweeps.spec import load_spec
 
     def build(name: str, *, steps: int = 12, settings: tuple[str, ...] = (), **rest: Any) -> Any:
         base = {
@@ -96,8 +98,9 @@ def make(tmp_path: Path, store: Path, cluster: Any) -> Callable[..., Any]:
             "run": {"device": "cpu", "log_every_steps": 2, "checkpoint_every_steps": 10},
         }
         resources = {"time": 10, "signal": 10, "memory": "100M", **rest.pop("resources", {})}
-        document = Document(tree={"name": name, "base": base, "resources": resources, **rest}, source=f"{name}.yaml")
-        return plan(build_spec(document, default_name=name, settings=settings), tmp_path / "runs")
+        file = tmp_path / f"{name}.yaml"
+        file.write_text(yaml.safe_dump({"base": base, "resources": resources, **rest}), encoding="utf-8")
+        return plan(load_spec(file, settings), tmp_path / "runs")
 
     return build
 

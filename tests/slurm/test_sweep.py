@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -195,12 +197,16 @@ def test_time_limit_saves_and_requeues_until_the_end(make: Any, finish: Any, toy
     assert {item.restart_count for item in attempts} == {0, 1}
 
 
+def started(planned: Any, times: int) -> bool:
+    return len(RunFolder(planned.out / planned.runs[0].key).attempts()) == times
+
+
 def test_bounded_requeues_end_as_timeout(make: Any, wait: Any, finish: Any, toy: Any, cluster: Any) -> None:
     planned = make("bounded", steps=1000, grid={"seed": [0]}, resources={"max_requeues": 1})
     toy(**{planned.runs[0].label: "slow"})
     submitter(planned, trainer=TOY).submit()
     for attempt in (1, 2):
-        wait(lambda: len(RunFolder(planned.out / planned.runs[0].key).attempts()) == attempt, 60, f"start {attempt}")
+        wait(partial(started, planned, attempt), 60, f"start {attempt}")
         (job, _), = Ledger(planned.sweep_folder).jobs().values()  # fmt: skip
         cluster.run("scancel", "--signal=USR2", job)  # what Slurm sends before the limit
     now = finish(planned, 60)
@@ -358,9 +364,10 @@ def test_jobs_run_the_code_as_it_was_at_submit(make: Any, finish: Any, toy: Any,
     (root / "scaling" / "marker.py").write_text("VALUE = 'as submitted'\n", encoding="utf-8")
     taken = snapshot.take(tmp_path / "sweep", root)
     (root / "scaling" / "marker.py").write_text("VALUE = 'edited since'\n", encoding="utf-8")
+    code = "import scaling.marker as m; print(m.VALUE)"
     job = subprocess.run(
         ["sbatch", "--parsable", "--wait", "-D", str(root), "-o", str(tmp_path / "out"), "--wrap",
-         f"export PYTHONSAFEPATH=1 PYTHONPATH={taken.path}; {os.sys.executable} -c 'import scaling.marker as m; print(m.VALUE)'"],  # type: ignore[attr-defined]
+         f"export PYTHONSAFEPATH=1 PYTHONPATH={taken.path}; {sys.executable} -c '{code}'"],
         check=True, capture_output=True, text=True,
     )  # fmt: skip
     assert job.stdout.strip().isdigit()
