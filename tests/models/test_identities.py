@@ -29,13 +29,13 @@ from scaling.config.residual import (
     ResidualConfig,
     ReZero,
 )
+from scaling.models.layers import make_context
 from scaling.models.residual import attnres_mhc
 from scaling.models.residual.convolution import causal_convolution
 from scaling.models.residual.mhc import sinkhorn
-from scaling.models.transformer import Transformer
 
-Build = Callable[..., Transformer]
-Perturb = Callable[..., Transformer]
+Build = Callable[..., Any]  # tests reach into the parts of a model by name
+Perturb = Callable[..., Any]
 TINY_EPS = 1e-30  # stands for eps -> 0
 
 
@@ -44,7 +44,7 @@ def distance(a: Tensor, b: Tensor) -> float:
     return float((a - b).detach().norm() / b.detach().norm())
 
 
-def copy_base(source: Transformer, target: Transformer) -> Transformer:
+def copy_base(source: Any, target: Any) -> Any:
     """Give ``target`` the base weights of ``source``; its connection parameters stay."""
     shared = {name: p for name, p in source.state_dict().items() if not name.startswith("residual.")}
     missing, unexpected = target.load_state_dict(shared, strict=False)
@@ -282,7 +282,8 @@ def test_the_hybrid_with_one_stream_attends_over_blocks_and_the_cumulative_strea
     for bias in (residual.bias_SK, residual.project_SVK):
         torch.nn.init.zeros_(bias)  # H^post = 1, H^res = 1, H^pre = 1 / 2
     state = residual.start(model.embedding(tokens_BT), None)
-    blocks, stream, block = [model.embedding(tokens_BT)], model.embedding(tokens_BT), 0.0
+    block: Any = 0.0
+    blocks, stream = [model.embedding(tokens_BT)], model.embedding(tokens_BT)
     for site in range(7):
         sources = [*blocks, stream / 2 if site < 6 else stream]
         keys = [x / torch.sqrt((x * x).mean(-1, keepdim=True) + eps) * residual.gain_SD[site] for x in sources]
@@ -345,7 +346,8 @@ def test_muddformer_is_its_definition(build: Build, perturb: Perturb) -> None:
 def test_rezero_starts_as_the_embedding(build: Build, tokens_BT: Tensor) -> None:
     model = build(ReZero(final_norm=False))
     assert torch.equal(model(tokens_BT), model.embedding(tokens_BT))
-    assert not any("norm" in name for name, _ in model.named_parameters() if "query_norm" not in name and "key_norm" not in name)  # fmt: skip
+    norms = {name.split(".")[-2] for name, _ in model.named_parameters() if "norm" in name}
+    assert norms == {"query_norm", "key_norm"}  # attention's own
 
 
 def test_deepnet_is_its_definition(build: Build, perturb: Perturb, tokens_BT: Tensor) -> None:
@@ -359,8 +361,6 @@ def test_deepnet_is_its_definition(build: Build, perturb: Perturb, tokens_BT: Te
     assert torch.equal(model.get_parameter("layers.1.attention.query.weight"), ratio["layers.1.attention.query.weight"])
     perturb(model)
     h = model.embedding(tokens_BT)
-    from scaling.models.layers import make_context
-
     context = make_context(tokens_BT, None, model.config, torch.float64)
     for site, sublayer in enumerate(model.sublayers()):
         x = (2 * 3) ** 0.25 * h + sublayer(h, context)
@@ -372,8 +372,6 @@ def test_realformer_adds_up_scores(build: Build, perturb: Perturb, tokens_BT: Te
     plain, model = perturb(build(Baseline(), num_layers=1)), perturb(build(RealFormer(norm="pre"), num_layers=1))
     torch.testing.assert_close(model(tokens_BT), plain(tokens_BT))  # nothing to add in the first layer
     attention = model.layers[0].attention
-    from scaling.models.layers import make_context
-
     context = make_context(tokens_BT, None, model.config, torch.float64)
     h = torch.randn(2, 9, 24, dtype=torch.float64)
     _, first = attention(h, context, None)
@@ -413,7 +411,8 @@ def test_a_norm_per_head_is_the_full_norm_with_one_head(build: Build, perturb: P
 def test_delta_in_blocks_reads_changes_of_the_stream_or_the_released_recursion(build: Build, perturb: Perturb) -> None:
     embedding = torch.randn(1, 2, 24, dtype=torch.float64)
     outs = [torch.randn(1, 2, 24, dtype=torch.float64) for _ in range(4)]
-    for kind, second in (("change", outs[2] + outs[3]), ("recursive", embedding + outs[2] + outs[3])):
+    kinds: list[tuple[Any, Tensor]] = [("change", outs[2] + outs[3]), ("recursive", embedding + outs[2] + outs[3])]
+    for kind, second in kinds:
         model = perturb(build(Delta(block_sublayers=2, block_delta=kind)))
         state = model.residual.start(embedding, None)
         for site, out in enumerate(outs):
