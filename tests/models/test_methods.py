@@ -203,7 +203,7 @@ def test_routing_is_differentiated_right(options: ResidualConfig) -> None:
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in residual.parameters():
-            parameter += 0.3 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            parameter.add_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64), alpha=0.3)
     names = [name for name, _ in residual.named_parameters()]
     embedding = torch.randn(1, 3, 24, generator=generator, dtype=torch.float64)
     weights = torch.randn(1, 3, 24, generator=generator, dtype=torch.float64)

@@ -52,7 +52,7 @@ def test_a_preset_expands_to_its_runs(name: str) -> None:
 
 
 def test_the_mhar_recipe_is_the_paper_s() -> None:
-    tokens = Counter()
+    tokens: Counter[int] = Counter()
     for run in runs_of("mhar_main"):
         config = run.config
         assert (config.optimizer.lr, config.optimizer.weight_decay, config.optimizer.decay) == (5e-4, 0.1, "all")
