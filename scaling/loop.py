@@ -180,6 +180,7 @@ class Loop:
             total = loss if total is None else total + loss
         assert total is not None, "a step has at least one micro-batch"
         norm = self.optimizer.update(learning_rate(self.config.schedule, self.config.optimizer.lr, self.step))
+        self.transformer.after_step(self.world.sum_)
         self._meter.take(total / num_targets, norm)
         self.step += 1
 
