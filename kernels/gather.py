@@ -288,6 +288,7 @@ def _query_gradient_kernel(
     REST: tl.constexpr,
     SITES: tl.constexpr,
     PAIRS: tl.constexpr,
+    TRIANGLE: tl.constexpr,
     STAGES: tl.constexpr,
     EXACT: tl.constexpr,
 ):
@@ -312,10 +313,11 @@ def _query_gradient_kernel(
         inside = index < num_pairs
         token = (first_token + index // num_sources).to(tl.int64)
         source = (index % num_sources).to(tl.int64)
+        wanted = site_mask[:, None] & inside[None, :]
+        if TRIANGLE:
+            wanted = wanted & (site[:, None] >= source[None, :])
         coefficient = tl.load(
-            coefficient_row_ptr[:, None] + (token * token_step + source * source_step)[None, :],
-            mask=site_mask[:, None] & inside[None, :],
-            other=0.0,
+            coefficient_row_ptr[:, None] + (token * token_step + source * source_step)[None, :], mask=wanted, other=0.0
         )
         row = (source * row_stride + token * D)[:, None]
         value = tl.load(value_ptr + row + main[None, :], mask=inside[:, None], other=0.0)
@@ -476,11 +478,19 @@ def gather_group(
 
 
 def query_gradient(
-    *, coefficient: Tensor, steps: tuple[int, int, int, int], value_KTD: Tensor, result_PSD: Tensor, sites: range, heads: int
+    *,
+    coefficient: Tensor,
+    steps: tuple[int, ...],
+    value_KTD: Tensor,
+    result_PSD: Tensor,
+    sites: range,
+    heads: int,
+    triangle: bool = False,
 ) -> None:
     """Add ``sum over tokens and sources of dz r v`` to the rows ``sites`` of every split of ``result_PSD``.
 
-    ``steps`` are the strides of ``coefficient`` along (token, head, site, source). Split p owns a fixed span of tokens,
+    ``steps`` are the strides of ``coefficient`` along (token, head, site, source); with ``triangle`` only pairs whose
+    site is not older than their source count, both counted from their first. Split p owns a fixed span of tokens,
     so that the order of summation never changes.
     """
     num_sources, num_tokens, width = value_KTD.shape
@@ -506,6 +516,7 @@ def query_gradient(
         REST=tile.rest,
         SITES=side,
         PAIRS=pairs,
+        TRIANGLE=triangle,
         STAGES=stages,
         EXACT=is_exact(value_KTD.dtype),
         num_warps=warps,
