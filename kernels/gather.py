@@ -524,20 +524,23 @@ def query_gradient(
 
 
 def _receive_tuning(num_tokens: int, width: int) -> tuple[int, int, int]:
-    """Tokens a program, warps and pipeline stages of :func:`receive`; measurements in NOTES.md."""
-    return max(1, triton.cdiv(num_tokens, 1056)), (4 if width >= 1024 else 2), 2
+    """Tokens a program, warps and pipeline stages of :func:`receive` that measured best on an H200 (NOTES.md)."""
+    return max(1, triton.cdiv(num_tokens, 1024)), (2 if width <= 512 else 4 if width <= 1024 else 8), 3
 
 
 def _gather_tuning(width: int) -> tuple[int, int]:
-    """Warps and pipeline stages of :func:`gather`; measurements in NOTES.md."""
-    return (1 if width <= 2048 else 4), 3
+    """Warps and pipeline stages of :func:`gather` that measured best on an H200 (NOTES.md)."""
+    return (1 if width <= 2048 else 4), (4 if width > 1280 else 3)
 
 
 def _gather_group_tuning(head_width: int, sites: int) -> tuple[int, int, int]:
-    """Tokens a program, warps and pipeline stages of :func:`gather_group`; measurements in NOTES.md."""
-    return 8, 4, 1
+    """Tokens a program, warps and pipeline stages of :func:`gather_group` that measured best on an H200 (NOTES.md)."""
+    if sites * head_width <= 4096:
+        return 8, 1, 2
+    return 16, (4 if head_width & (head_width - 1) == 0 else 2), 2
 
 
 def _query_gradient_tuning(head_width: int, sites: int) -> tuple[int, int, int, int]:
-    """Sites and pairs of a tile, warps and pipeline stages of :func:`query_gradient`; measurements in NOTES.md."""
-    return (16 if sites <= 16 else 32 if sites <= 32 else 64), 64, 4, 3
+    """Sites and pairs of a tile, warps and stages of :func:`query_gradient` that measured best (NOTES.md)."""
+    side = 16 if sites <= 16 else 32 if sites <= 32 else 64
+    return side, (128 if head_width <= 64 or side == 64 else 64), 8, 2

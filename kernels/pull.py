@@ -353,10 +353,10 @@ def pull_group(
 
 
 def _pull_tuning(width: int) -> tuple[int, int]:
-    """Warps and pipeline stages of :func:`pull`; measurements in NOTES.md."""
-    return (1 if width <= 4096 else 4), 3
+    """Warps and pipeline stages of :func:`pull` that measured best on an H200 (NOTES.md)."""
+    return (1 if width <= 1280 else 2 if width <= 4096 else 4), (3 if width <= 512 else 4)
 
 
 def _group_tuning(head_width: int, rows: int) -> tuple[int, int, int]:
-    """Tokens a program, warps and pipeline stages of :func:`pull_group`; measurements in NOTES.md."""
-    return 8, (4 if head_width * rows >= 4096 else 2), 2
+    """Tokens a program, warps and pipeline stages of :func:`pull_group` that measured best on an H200 (NOTES.md)."""
+    return (4, 1, 3) if rows <= 32 else (16, 2, 3)
