@@ -43,6 +43,8 @@ def server_fingerprints(listing: Listing) -> dict[str, str]:
     marks: dict[str, str] = {}
     for run_id, (run, _) in listing.items():
         info, metrics = run["info"], run["data"].get("metrics", [])
+        if {"key": "kind", "value": "sweep"} in run["data"].get("tags", []):
+            continue  # a parent is no row of the table
         last = max(((int(m.get("step", 0)), int(m.get("timestamp", 0))) for m in metrics), default=(0, 0))
         marks[run_id] = fingerprint(info["status"], info.get("end_time"), len(metrics), *last)
     return marks

@@ -63,7 +63,8 @@ def database_fingerprints(uri: str, query: Query) -> dict[str, str]:
             "SELECT r.run_uuid AS id, r.status AS status, COALESCE(r.end_time, -1) AS ended, COALESCE(m.n, 0) AS n, "
             "COALESCE(m.step, 0) AS step, COALESCE(m.time, 0) AS time FROM runs r LEFT JOIN "
             "(SELECT run_uuid, count(*) AS n, max(step) AS step, max(timestamp) AS time FROM latest_metrics "
-            f"GROUP BY run_uuid) m ON m.run_uuid = r.run_uuid WHERE r.run_uuid IN ({_chosen(database, query)})"
+            f"GROUP BY run_uuid) m ON m.run_uuid = r.run_uuid WHERE r.run_uuid IN ({_chosen(database, query)}) "
+            "AND r.run_uuid NOT IN (SELECT run_uuid FROM tags WHERE key = 'kind' AND value = 'sweep')"
         )
         columns = [column.to_pylist() for column in found.columns]
         return {row[0]: " ".join(map(str, row[1:])) for row in zip(*columns, strict=True)}

@@ -8,18 +8,20 @@ the next one does: batches are idempotent, runs are found by their key, the fold
 from __future__ import annotations
 
 import logging
+import sqlite3
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Final
+from urllib.parse import quote
 
 from scaling.errors import ScalingError, StoreError, StoreUnavailable
 from scaling.record import RunFolder, run_folders
-from scaling.tracking.conventions import TERMINAL
+from scaling.tracking.conventions import TERMINAL, sweep_key
 from scaling.tracking.folder import send, unchanged
 from scaling.tracking.runs import Runs
 from scaling.tracking.standing import JobState
@@ -191,6 +193,9 @@ class _Session:
                 lock = database.with_name(f".{database.name}.sync.lock")
                 stack.enter_context(single_writer(lock, wait_s=lock_wait_s))
             state = State.load(self.path)
+            if self.store is None and not figures and database is not None and self._done(folders, state, database):
+                self._tell(report, folders, state)
+                return
             if self.store is None:
                 artifacts = (database.parent if database is not None else self.out) / "mlartifacts"
                 self.store = open_store(self.address, artifacts=artifacts, timeout_s=self.timeout_s)
@@ -227,7 +232,7 @@ class _Session:
         runs = Runs(state, store, default=self.experiment, out=self.out, lock=self.path.parent / "parents.lock")
         runs.prepare(folders)
         report.problems.extend(RunProblem(run=key, reason=reason) for key, reason in runs.damaged.items())
-        report.runs, saved_s = len(folders), time.monotonic()
+        saved_s = time.monotonic()
         for number, folder in enumerate(folders):
             if folder.key not in runs.damaged:
                 try:
@@ -244,7 +249,29 @@ class _Session:
                 on_run(number + 1, len(folders))
         if self.only is None:
             runs.finish_parents(figures)
+        self._tell(report, folders, state)
+
+    def _done(self, folders: Sequence[RunFolder], state: State, database: Path) -> bool:
+        """Whether a sqlite store has everything already; spares importing MLflow (seconds) to find nothing to do."""
+        keys = {folder.key for folder in folders}
+        known = [state.runs.get(key) for key in keys] + [run for key, run in state.runs.items() if key not in keys]
+        if not folders or any(run is None or run.run_id is None or run.deleted or run.pending_ms for run in known):
+            return False
+        over = all(unchanged(folder, state.runs[folder.key]) for folder in folders)
+        parents = [run for key, run in state.runs.items() if key.startswith(sweep_key(""))]
+        if not over or any(run.status not in TERMINAL for run in parents) or not database.is_file():
+            return False
+        try:
+            with closing(sqlite3.connect(f"file:{quote(str(database))}?mode=ro", uri=True)) as connection:
+                query = "SELECT count(*) FROM runs WHERE run_uuid = ?"
+                sample = state.runs[folders[0].key].run_id
+                return bool(connection.execute(query, (sample,)).fetchone()[0])
+        except sqlite3.Error:
+            return False
+
+    def _tell(self, report: SyncReport, folders: Sequence[RunFolder], state: State) -> None:
         known = [state.runs[folder.key] for folder in folders if folder.key in state.runs]
+        report.runs = len(folders)
         report.running = sum(run.status not in TERMINAL for run in known if not run.deleted)
         report.deleted = sum(run.deleted for run in known)
         report.doubled = sum(run.doubled for run in known)
