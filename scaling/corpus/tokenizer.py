@@ -1,9 +1,10 @@
 """Tokenizers of a store: plain bytes, an own byte-level BPE trained on the corpus, or any given ``tokenizer.json``.
 
-Part of ``scaling.corpus``. Encoders turn UTF-8 documents into one array of ids, each document closed by the end-of-document id.
-A byte-level BPE splits text into words first and then treats each word alone, so its encoder remembers words: on
-ASCII stretches, where Python's ``re`` and the tokenizer's own regular expression agree by construction, a word is looked up rather
-than merged anew. The ids are those of the tokenizer itself (tested), about ten times as fast.
+Part of ``scaling.corpus``. Encoders turn UTF-8 documents into one array of ids, each document closed by the
+end-of-document id. A byte-level BPE splits text into words first and then treats each word alone, so its encoder
+remembers words: on ASCII stretches, where Python's ``re`` and the tokenizer's own regular expression agree by
+construction, a word is looked up rather than merged anew. The ids are those of the tokenizer itself (tested), about
+ten times as fast.
 """
 
 from __future__ import annotations
@@ -201,7 +202,7 @@ class TokenizerEncoder:
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> str:
-    """Train a byte-level BPE (Qwen's pre-tokenization) and return its ``tokenizer.json``; the same texts give the same bytes.
+    """Train a byte-level BPE (Qwen's pre-tokenization); returns its ``tokenizer.json``, the same for the same texts.
 
     Raises
     ------
