@@ -24,10 +24,12 @@ Kind = Literal["jsonl", "parquet", "text"]
 JSON_SUFFIXES: Final = (".jsonl", ".ndjson")
 PARQUET_SUFFIXES: Final = (".parquet",)
 TEXT_SUFFIXES: Final = tuple(
-    ".txt .text .md .rst .tex .texi .org .adoc .pod .html .htm .xml .csv .tsv .json .yaml .yml .toml .ini .cfg "
-    ".py .pyi .pyx .c .h .cc .cpp .cxx .hh .hpp .cu .cuh .java .kt .scala .go .rs .swift .js .jsx .ts .tsx .css .rb "
-    ".pl .pm .php .lua .r .jl .m .f .f90 .hs .ml .mli .el .lisp .scm .clj .erl .ex .exs .v .vhdl .sql .sh .bash .zsh .ps1 "
-    ".cmake .mk .s .asm .lean .agda".split()
+    (
+        ".txt .text .md .rst .tex .texi .org .adoc .pod .html .htm .xml .csv .tsv .json .yaml .yml .toml .ini "
+        ".cfg .py .pyi .pyx .c .h .cc .cpp .cxx .hh .hpp .cu .cuh .java .kt .scala .go .rs .swift .js .jsx "
+        ".ts .tsx .css .rb .pl .pm .php .lua .r .jl .m .f .f90 .hs .ml .mli .el .lisp .scm .clj .erl .ex .exs "
+        ".v .vhdl .sql .sh .bash .zsh .ps1 .cmake .mk .s .asm .lean .agda "
+    ).split()
 )
 _HIDDEN_FOLDERS: Final = frozenset({"__pycache__", "node_modules"})
 
