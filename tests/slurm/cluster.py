@@ -241,8 +241,8 @@ class Cluster:
             account = ["AccountingStorageType=accounting_storage/none"]
         lines = [
             "ClusterName=lab", f"SlurmctldHost={host}(127.0.0.1)", "SlurmUser=root", "SlurmdUser=root",
-            # A requeued job waits cred_expire before it may start again: 120 s by default.
-            "AuthType=auth/munge", f"AuthInfo=socket={self._socket},cred_expire=3", "CredType=cred/munge",
+            # A requeued job waits cred_expire before it may start again: 120 s by default, 5 s at least.
+            "AuthType=auth/munge", f"AuthInfo=socket={self._socket},cred_expire=5", "CredType=cred/munge",
             f"SlurmctldPort={self.ports[1]}", f"SlurmdPort={self.ports[2]}",
             f"StateSaveLocation={root}/state", f"SlurmdSpoolDir={root}/spool/%n",
             f"SlurmctldPidFile={root}/state/slurmctld.pid", f"SlurmdPidFile={root}/spool/%n.pid",
