@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from scaling.analysis.raw import Progress, Query, Raw
+from scaling.analysis.raw import Points, Progress, Query, Raw
 from scaling.analysis.result import Dropped
 from scaling.analysis.schema import CANONICAL
 from scaling.analysis.tidy import EXTRA, drop, sources, tidy
@@ -98,7 +98,7 @@ def read_runs(
     if is_table(source):
         return _from_file(Path(source), sweep, where, keep, histories)
     raw, damaged = _read(source, query, job_state, progress)
-    return assemble(tidy(raw, fields), raw.histories, damaged, where=where, keep=keep)
+    return assemble(tidy(raw, fields), raw.points, damaged, where=where, keep=keep)
 
 
 def ingest(
@@ -110,12 +110,14 @@ def ingest(
     columns: Mapping[str, str] | None = None,
     keep: Collection[str] = (),
     histories: bool | Collection[str] = False,
+    load: bool = True,
     job_state: JobState | None = None,
     progress: Progress | None = None,
 ) -> Ingested:
-    """Bring the table file ``out`` (``.parquet`` or ``.csv``) up to date with a source, reading only what is new.
+    """Bring the table file ``out`` (``.parquet`` or ``.csv``) up to date, reading only what is new.
 
-    Options as in ``read_runs``; what was read is kept in ``<out>.cache/``, so that the next call reads the rest.
+    Options as in ``read_runs``; what was read is kept in ``<out>.cache/``, and the next call reads the rest. Without
+    ``load`` histories are kept on disk (``read_runs(out, histories=True)`` gives them) and not returned.
     """
     from scaling.analysis.ingest_cache import Cache, write_table
 
@@ -137,11 +139,11 @@ def ingest(
         # Nothing known: no list of ids, so that a whole database is read in one sweep.
         raw, damaged = read(replace(query, only=None if cache.index is None else changed))
         rows = tidy(raw, fields)
-        table = cache.merge(rows, raw.histories, {key: marks.get(key, "") for key in {*marks, *rows.index}})
+        table = cache.merge(rows, raw.points, {key: marks.get(key, "") for key in {*marks, *rows.index}})
     else:
         table = cache.merge(cache.index.iloc[:0].drop(columns=["fingerprint", "part"]), None, marks)
     cache.compact()
-    points = cache.histories() if query.histories is not None else None
+    points = cache.points() if query.histories is not None and load else None
     result = assemble(table, points, damaged, where=where, keep=keep)
     write_table(result.table, result.dropped, out)
     return result
@@ -149,7 +151,7 @@ def ingest(
 
 def assemble(
     table: pd.DataFrame,
-    histories: pd.DataFrame | None,
+    points: Points | None,
     damaged: Mapping[str, str],
     *,
     where: str | Sequence[str] | None,
@@ -164,7 +166,7 @@ def assemble(
         table = table.loc[filter_rows(map_columns(table), where).index]
     table, dropped = drop(table, keep)
     lost = tuple(Dropped(run=key, reason=reason) for key, reason in damaged.items())
-    history = None if histories is None else _by_key(histories, table)
+    history = None if points is None else points.frame({str(run): key for run, key in table["run_key"].items()})
     ids = dict(zip(table["run_key"], map(str, table.index), strict=True))
     return Ingested(table=table.reset_index(drop=True), histories=history, dropped=lost + dropped, source_ids=ids)
 
@@ -195,22 +197,25 @@ def _from_file(
     keep: Collection[str],
     histories: bool | Collection[str],
 ) -> Ingested:
-    from scaling.analysis.ingest_cache import read_cached_histories, read_table
+    from scaling.analysis.ingest_cache import read_cached_points, read_table
 
     table, dropped = read_table(path)
     if sweep is not None:
         table = table[table["sweep"] == sweep]
     points = None
     if histories is not False:
-        kept = read_cached_histories(path)
+        kept = read_cached_points(path)
         if kept is None:
             raise TableError(f"{path}: has no histories beside it; make it with `scaling runs ingest --histories`")
-        points, ids = kept
+        points, index = kept
+        ids = dict(zip(index["run_key"], index.index, strict=True))
         table = table.set_axis([ids[key] for key in table["run_key"]], axis=0)
-        if histories is not True:
-            points = points[points["metric"].isin(list(histories))].reset_index(drop=True)
     result = assemble(table, points, {}, where=where, keep=keep)
-    return replace(result, dropped=dropped + result.dropped)
+    history = result.histories
+    if history is not None and not isinstance(histories, bool):
+        history = history[history["metric"].isin(list(histories))].reset_index(drop=True)
+        history["metric"] = history["metric"].cat.remove_unused_categories()
+    return replace(result, histories=history, dropped=dropped + result.dropped)
 
 
 def _incremental(
@@ -251,28 +256,6 @@ def _read(
     from scaling.analysis.ingest_folder import read_folders
 
     return read_folders(Path(text), query, job_state=job_state, progress=progress)
-
-
-def _by_key(histories: pd.DataFrame, table: pd.DataFrame) -> pd.DataFrame:
-    """Histories of the table's runs under their run keys."""
-    import numpy as np
-    import pandas as pd
-
-    keys = table["run_key"]
-    old = list(histories["run"].cat.categories)
-    order = sorted(set(keys))
-    position = {key: i for i, key in enumerate(order)}
-    mapping = np.array([position[keys[run]] if run in keys.index else -1 for run in old] or [-1], dtype=np.int32)
-    codes = mapping[histories["run"].cat.codes.to_numpy()]
-    run_key = pd.Categorical.from_codes(codes, categories=pd.Index(order, dtype=object))
-    renamed = histories.drop(columns="run")
-    renamed.insert(0, "run_key", pd.Series(run_key, index=renamed.index))
-    if (mapping < 0).any():
-        renamed = renamed[codes >= 0]
-        codes = codes[codes >= 0]
-    if len(codes) and not bool((np.diff(codes) >= 0).all()):
-        renamed = renamed.iloc[np.argsort(codes, kind="stable")]
-    return renamed.reset_index(drop=True)
 
 
 def _pushdown(

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from scaling.analysis import schema
-from scaling.analysis.raw import order_histories
+from scaling.analysis.raw import Points
 from scaling.analysis.result import Dropped
 from scaling.errors import TableError
 
@@ -44,13 +44,11 @@ class Cache:
         known = dict(zip(self.index.index, self.index["fingerprint"], strict=True))
         return [key for key, mark in fingerprints.items() if known.get(key) != mark]
 
-    def merge(
-        self, rows: pd.DataFrame, histories: pd.DataFrame | None, fingerprints: Mapping[str, str]
-    ) -> pd.DataFrame:
+    def merge(self, rows: pd.DataFrame, points: Points | None, fingerprints: Mapping[str, str]) -> pd.DataFrame:
         """Take newly read rows in, forget runs that are gone; returns the table of all runs."""
         import pandas as pd
 
-        part = self._next_part() if histories is not None and len(histories) else 0
+        part = self._next_part() if points is not None and len(points.step) else 0
         new = rows.assign(fingerprint=[fingerprints[key] for key in rows.index], part=part)
         if self.index is None:
             shutil.rmtree(self.folder, ignore_errors=True)
@@ -61,50 +59,48 @@ class Cache:
             merged = merged.sort_values(["started_ms", "run_key"], kind="stable")
         self.folder.mkdir(parents=True, exist_ok=True)
         if part:
-            assert histories is not None
-            _write(histories, self.folder / f"part-{part:04d}.parquet", {})
+            assert points is not None
+            _write_points(points, self.folder / f"part-{part:04d}.parquet")
         if self.index is None or len(rows) or len(merged) != len(self.index):
             _write(merged.reset_index(names="source_id"), self.folder / "index.parquet", {"options": self._options})
         self.index = merged
         return merged.drop(columns=["fingerprint", "part"])
 
-    def histories(self) -> pd.DataFrame | None:
-        """Histories of all runs, under source ids; ``None`` where none were read."""
-        import numpy as np
+    def points(self) -> Points | None:
+        """Metric values of all runs, under source ids; ``None`` where none were read."""
         import pyarrow as pa
+        import pyarrow.compute as pc
 
         if self.index is None:
             return None
         part_of = dict(zip(self.index.index, self.index["part"], strict=True))
-        numbers = sorted(set(part_of.values()) - {0})
-        if not numbers:
-            return None
         tables = []
-        for number in numbers:
+        for number in sorted(set(part_of.values()) - {0}):
             table = _read(self.folder / f"part-{number:04d}.parquet")
             stale = [run for run in table.column("run").unique().to_pylist() if part_of.get(run) != number]
             if stale:
-                import pyarrow.compute as pc
-
                 table = table.filter(pc.invert(pc.is_in(table.column("run"), pa.array(stale))))
             tables.append(table)
-        if len(tables) == 1:
-            frame: pd.DataFrame = tables[0].to_pandas()
-            if frame["run"].cat.categories.is_monotonic_increasing:
-                return frame
-        joined = pa.concat_tables(tables).unify_dictionaries().combine_chunks()
+        if not tables:
+            return None
+        joined = pa.concat_tables(tables).unify_dictionaries()
         run, metric = (joined.column(name).combine_chunks() for name in ("run", "metric"))
-        columns = [joined.column(name).to_numpy() for name in ("step", "time_ms", "value")]
-        codes = [np.asarray(column.indices) for column in (run, metric)]
-        runs, metrics = run.dictionary.to_pylist(), metric.dictionary.to_pylist()
-        return order_histories(codes[0], runs, codes[1], metrics, columns[0], columns[1], columns[2])
+        return Points(
+            runs=run.dictionary.to_pylist(),
+            metrics=metric.dictionary.to_pylist(),
+            run=run.indices.to_numpy(),
+            metric=metric.indices.to_numpy(),
+            step=joined.column("step").to_numpy(),
+            time_ms=joined.column("time_ms").to_numpy(),
+            value=joined.column("value").to_numpy(),
+        )
 
     def compact(self) -> None:
         """Join the parts into one when there are many."""
         if self.index is not None and len(list(self.folder.glob("part-*.parquet"))) > MAX_PARTS:
-            joined, part = self.histories(), self._next_part()
+            joined, part = self.points(), self._next_part()
             if joined is not None:
-                _write(joined, self.folder / f"part-{part:04d}.parquet", {})
+                _write_points(joined, self.folder / f"part-{part:04d}.parquet")
                 self.index = self.index.assign(part=part)
                 _write(
                     self.index.reset_index(names="source_id"), self.folder / "index.parquet", {"options": self._options}
@@ -171,16 +167,16 @@ def read_table(path: Path) -> tuple[pd.DataFrame, tuple[Dropped, ...]]:
     return _typed(table[list(schema.COLUMNS)]), dropped
 
 
-def read_cached_histories(path: Path) -> tuple[pd.DataFrame, dict[str, str]] | None:
-    """Histories kept beside a tidy table under source ids, and run key -> source id; ``None`` where there are none."""
+def read_cached_points(path: Path) -> tuple[Points, pd.DataFrame] | None:
+    """Metric values kept beside a tidy table, and its runs by source id; ``None`` where there are none."""
     cache = Cache.__new__(Cache)
     cache.path, cache.folder = path, path.with_name(path.name + ".cache")
     index = cache.folder / "index.parquet"
     if not index.exists():
         return None
     cache.index = _typed(_read(index).to_pandas().set_index("source_id"))
-    points = cache.histories()
-    return None if points is None else (points, dict(zip(cache.index["run_key"], cache.index.index, strict=True)))
+    points = cache.points()
+    return None if points is None else (points, cache.index)
 
 
 def fingerprint(*parts: object) -> str:
@@ -193,6 +189,23 @@ def _typed(table: pd.DataFrame) -> pd.DataFrame:
         return table.astype({name: kind for name, kind in schema.COLUMNS.items() if str(table[name].dtype) != kind})
     except (ValueError, TypeError) as error:
         raise TableError(f"a column has values of another type ({error}); ingest the runs again") from None
+
+
+def _write_points(points: Points, path: Path) -> None:
+    import numpy as np
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    codes = {"run": (points.run, points.runs), "metric": (points.metric, points.metrics)}
+    columns: dict[str, Any] = {
+        name: pa.DictionaryArray.from_arrays(pa.array(np.asarray(some, np.int32)), pa.array(list(texts), pa.string()))
+        for name, (some, texts) in codes.items()
+    }
+    columns["step"], columns["time_ms"] = (pa.array(np.asarray(c, np.int64)) for c in (points.step, points.time_ms))
+    columns["value"] = pa.array(np.asarray(points.value, np.float64))
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    pq.write_table(pa.table(columns), beside, compression="zstd")
+    os.replace(beside, path)
 
 
 def _write(frame: pd.DataFrame, path: Path, notes: Mapping[str, str]) -> None:

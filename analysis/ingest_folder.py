@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from scaling.analysis.ingest_cache import fingerprint
-from scaling.analysis.raw import Progress, Query, Raw, order_histories
+from scaling.analysis.raw import Points, Progress, Query, Raw
 from scaling.errors import RecordError
 from scaling.record import END, Point, RunFolder, run_folders
 from scaling.tracking import conventions
@@ -22,7 +22,7 @@ from scaling.tracking.metrics import store_name
 from scaling.tracking.standing import JobState, standing
 
 if TYPE_CHECKING:
-    import pandas as pd
+    pass
 
 
 def read_folders(
@@ -59,7 +59,7 @@ def read_folders(
     series = {
         name: pd.Series(values, dtype=object if name[:3] in ("tag", "par") else None) for name, values in fields.items()
     }
-    return Raw(runs=runs, fields=series, histories=history.frame() if query.histories is not None else None), damaged
+    return Raw(runs=runs, fields=series, points=history.points() if query.histories is not None else None), damaged
 
 
 def folder_fingerprints(out: Path, query: Query) -> dict[str, str]:
@@ -90,12 +90,18 @@ class _History:
         for column, cell in zip(self.columns, (*row, value), strict=True):
             column.append(cell)
 
-    def frame(self) -> pd.DataFrame:
-        import numpy as np
-
+    def points(self) -> Points:
+        """The columns."""
         run, metric, step, time_ms, value = self.columns
-        codes = np.asarray(run, np.int32), np.asarray(metric, np.int32)
-        return order_histories(codes[0], list(self.runs), codes[1], list(self.metrics), step, time_ms, value)
+        return Points(
+            runs=list(self.runs),
+            metrics=list(self.metrics),
+            run=run,
+            metric=metric,
+            step=step,
+            time_ms=time_ms,
+            value=value,
+        )
 
 
 def _read(

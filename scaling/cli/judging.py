@@ -25,10 +25,14 @@ Columns = Annotated[
         help="Column (spaces allowed) or arithmetic of columns for each short name: N, D, C, loss, method, seed, lr, H.",
     ),
 ]
-Where = Annotated[list[str] | None, typer.Option("--where", metavar="loss<4.9", help="Keep rows that satisfy it (repeatable).")]
+Where = Annotated[
+    list[str] | None, typer.Option("--where", metavar="loss<4.9", help="Keep rows that satisfy it (repeatable).")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on stdout, numbers unrounded.")]
 Level = Annotated[float, typer.Option(help="Level of intervals.")]
-Unfinished = Annotated[bool, typer.Option("--keep-unfinished", help="Keep runs whose learning-rate schedule did not finish.")]
+Unfinished = Annotated[
+    bool, typer.Option("--keep-unfinished", help="Keep runs whose learning-rate schedule did not finish.")
+]
 Draws = Annotated[int, typer.Option(help="Bootstrap draws.")]
 RandomSeed = Annotated[int, typer.Option("--random-seed", help="Seed of the bootstrap.")]
 
@@ -59,7 +63,9 @@ def show_many(results: Mapping[str, Result], as_json: bool) -> None:
 
 def describe(result: Result) -> str:
     """Estimates with intervals, what must be known before using them, and the checklist."""
-    lines = [f"{result.kind}: {result.status}, n = {result.n}" + (f", df = {result.df:g}" if result.df is not None else "")]
+    lines = [
+        f"{result.kind}: {result.status}, n = {result.n}" + (f", df = {result.df:g}" if result.df is not None else "")
+    ]
     interval = result.interval
     for name, value in result.estimate.items():
         line = f"  {name:<28} {value:.7g}"

@@ -12,7 +12,7 @@ app = typer.Typer(help="Noise floor by kind; detectable effects.", no_args_is_he
 
 FLOOR_EPILOG = (
     "Examples:  scaling noise floor --runs runs.parquet   |   "
-    'scaling noise floor --runs runs_final.csv --columns loss=final_val_loss --by group,last_step --min-runs 8'
+    "scaling noise floor --runs runs_final.csv --columns loss=final_val_loss --by group,last_step --min-runs 8"
 )
 
 
@@ -23,7 +23,12 @@ def floor(
     where: Where = None,
     by: Annotated[str | None, typer.Option(help="Columns that define a configuration, separated by commas.")] = None,
     min_runs: Annotated[int, typer.Option(help="Fewest runs of a configuration.")] = 2,
-    kind: Annotated[str, typer.Option(help="seed (final losses), tail (curves: run, step, loss) or evaluation (documents: loss, tokens).")] = "seed",
+    kind: Annotated[
+        str,
+        typer.Option(
+            help="seed (final losses), tail (curves: run, step, loss) or evaluation (documents: loss, tokens)."
+        ),
+    ] = "seed",
     level: Level = 0.95,
     keep_unfinished: Unfinished = False,
     as_json: AsJson = False,
@@ -44,7 +49,9 @@ POWER_EPILOG = "Examples:  scaling noise power --sd 0.00115 --difference 0.002 -
 def power(
     sd: Annotated[float, typer.Option(help="Seed SD of one run (scaling noise floor).")],
     difference: Annotated[float | None, typer.Option(help="A difference of loss to find.")] = None,
-    half_width: Annotated[float | None, typer.Option(help="A wanted half-width of the interval of the difference.")] = None,
+    half_width: Annotated[
+        float | None, typer.Option(help="A wanted half-width of the interval of the difference.")
+    ] = None,
     seeds: Annotated[str, typer.Option(help="Seeds an arm, separated by commas.")] = "2,3,5,8,10,20",
     scales: Annotated[str, typer.Option(help="Scales, separated by commas.")] = "1,4,5",
     rho: Annotated[float, typer.Option(help="Correlation of runs that share a seed.")] = 0.0,

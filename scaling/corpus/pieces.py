@@ -137,19 +137,17 @@ def _ranges(item: Input) -> Iterator[dict[str, Any]]:
 
 def _unpacked(item: Input) -> Iterator[dict[str, Any]]:
     """Unpacked bytes, cut at line ends."""
-    held: list[bytes] = []
-    size, told = 0, 0
+    held = bytearray()
+    told, searched = 0, 0
     for unpacked, position in decompressed(item.path, item.compression):
-        held.append(unpacked)
-        size += len(unpacked)
-        cut = unpacked.rfind(b"\n") + 1
-        if size >= PIECE_BYTES and cut:
-            held[-1] = unpacked[:cut]
-            yield {"data": b"".join(held), "input_bytes": position - told}
-            told = position
-            held, size = [unpacked[cut:]], len(unpacked) - cut
-    if size:
-        yield {"data": b"".join(held), "input_bytes": item.size - told}
+        held += unpacked
+        while cut := held.find(b"\n", max(searched, PIECE_BYTES - 1)) + 1:
+            yield {"data": bytes(held[:cut]), "input_bytes": position - told}
+            told, searched = position, 0
+            del held[:cut]
+        searched = len(held)
+    if held:
+        yield {"data": bytes(held), "input_bytes": item.size - told}
 
 
 def _row_groups(item: Input) -> Iterator[dict[str, Any]]:

@@ -136,6 +136,11 @@ class TokenizerEncoder:
         self._cache: dict[str, bytes] = {}
         self._cached_bytes = 0
 
+    @property
+    def looks_words_up(self) -> bool:
+        """Whether the fast path is known to be right for this tokenizer."""
+        return self._words is not None
+
     def encode(self, documents: Sequence[bytes]) -> tuple[npt.NDArray[Any], npt.NDArray[np.int64]]:
         if self._words is None:
             encoded = self._encode_plainly([document.decode("utf-8") for document in documents])

@@ -17,7 +17,7 @@ from scaling.errors import StoreError, StoreUnavailable
 from scaling.record import CONFIG, RunFolder, now_ms
 from scaling.tracking import parent as parents
 from scaling.tracking.conventions import RunView, sweep_key
-from scaling.tracking.state import RunState, State
+from scaling.tracking.state import RunState, State, single_writer
 from scaling.tracking.store import Store, StoredRun, redact
 
 logger = logging.getLogger(__name__)
@@ -28,9 +28,9 @@ SUSPECT_MS: Final = 15 * 60_000  # how long an unanswered create_run may still m
 class Runs:
     """The state's runs of one round, with their experiments and parents."""
 
-    def __init__(self, state: State, store: Store, *, default: str | None, out: Path) -> None:
+    def __init__(self, state: State, store: Store, *, default: str | None, out: Path, lock: Path) -> None:
         self._state, self._store = state, store
-        self._default, self._out = default, out
+        self._default, self._out, self._lock = default, out, lock
         self._experiments: dict[str, str] = {}
         self.damaged: dict[str, str] = {}
 
@@ -128,12 +128,13 @@ class Runs:
     def _parent(self, experiment: str, sweep: str, started_ms: int) -> str:
         key = sweep_key(sweep)
         known = self._state.runs.setdefault(key, RunState(experiment=experiment, sweep=sweep))
-        if known.run_id is None or known.pending_ms is not None:
-            found = self._store.find(self._experiment(experiment), [key])
-            self._adopt(key, found, Path())
+        if known.run_id is not None and known.pending_ms is None:
+            return known.run_id
+        with single_writer(self._lock, wait_s=60):  # trainings that track directly make parents too
+            self._adopt(key, self._store.find(self._experiment(experiment), [key]), Path())
             known = self._state.runs[key]
-        if known.run_id is None:
-            known.run_id = self._make(known, sweep, started_ms, parents.tags(sweep))
+            if known.run_id is None:
+                known.run_id = self._make(known, sweep, started_ms, parents.tags(sweep))
         return known.run_id
 
     def _make(self, known: RunState, name: str, started_ms: int, tags: dict[str, str]) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from scaling.corpus import Document, prepare
 from scaling.errors import ConfigError, DataError
@@ -105,6 +105,7 @@ def test_masking_marks_documents_and_ignores_targets_across_them(store: TokenSto
     shares=st.fixed_dictionaries({"code": st.floats(0.1, 9), "books": st.floats(0.1, 9), "maths": st.floats(0.1, 9)}),
     seed=st.integers(0, 100),
 )
+@settings(max_examples=8)
 def test_mixture_gives_each_source_its_share(store: TokenStore, shares: dict[str, float], seed: int) -> None:
     one = loader(store, weights=shares, seed=seed)
     starts = one.starts(np.arange(MIXTURE_BLOCK))
