@@ -1,6 +1,6 @@
 """How much routing heads disagree about which sources to read, against random queries of the same norm.
 
-After ``transformer`` in the flow; ``scaling probe disagreement`` uses it, figures draw its arrays. The MHAR paper (arXiv
+After ``transformer`` in the flow; ``scaling probe disagreement`` uses it. The MHAR paper (arXiv
 2607.27230, appendix D) reports that trained queries disagree far more across the width than matched-norm random ones;
 its summary does not define the measure. Here it is, at a site and token, the mean over pairs of heads of the total
 variation distance between their weights over the sources, 0 (the same reading) to 1 (no source in common). The null

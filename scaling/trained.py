@@ -1,6 +1,6 @@
 """A trained model from disk: its configuration and weights together.
 
-After ``checkpoint`` and ``record`` in the flow; exporters, probes and evaluation use it. Two kinds of folder hold one: a
+After ``checkpoint`` and ``record`` in the flow; exporters and probes use it. Two kinds of folder hold one: a
 run folder, and a model folder (``model.yaml`` with the configuration's ``model`` section beside ``model.safetensors``),
 which ``scaling model convert`` writes.
 """
