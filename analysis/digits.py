@@ -57,7 +57,7 @@ def general(value: float | None, *, digits: int = 4) -> str:
         return number(value)
     if value != 0 and not 1e-4 <= abs(value) < _PLAIN_BELOW:
         return number(value, digits=digits)
-    return _sign(f"{value:.{digits}g}") if abs(value) < 10**digits else _sign(f"{value:.0f}")
+    return _sign(f"{value:.{digits}g}") if abs(value) < 10**digits else _sign(f"{value:,.0f}")
 
 
 def integer(value: float | None) -> str:

@@ -72,14 +72,24 @@ class Findings:
         return int(self.table["seed"].nunique())
 
     @property
+    def seed_sd(self) -> float | None:
+        """Standard deviation of the loss over seeds, where it could be measured."""
+        return next((noise.sd for noise in self.noises if noise.counts_for_methods), None)
+
+    @property
     def largest_parameters(self) -> float | None:
         value = self.table["n_params"].max()
         return None if pd.isna(value) else float(value)
 
     @property
     def conventions(self) -> dict[str, str]:
-        """Conventions of all results together."""
+        """Conventions of the speedups."""
+        return self.conventions_of("speedup")
+
+    def conventions_of(self, kind: str) -> dict[str, str]:
+        """Conventions of the results whose name begins with ``kind``, put together."""
         found: dict[str, str] = {}
-        for result in self.results.values():
-            found.update(result.conventions)
+        for name, result in self.results.items():
+            if name.startswith(kind):
+                found.update(result.conventions)
         return found

@@ -8,12 +8,12 @@ table of all three.
 from __future__ import annotations
 
 import ast
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from scaling.analysis.raw import Progress, Query, Raw
+from scaling.analysis.raw import Points, Progress, Query, Raw
 from scaling.analysis.result import Dropped
 from scaling.analysis.schema import CANONICAL
 from scaling.analysis.tidy import EXTRA, drop, sources, tidy
@@ -94,39 +94,151 @@ def read_runs(
         If the source cannot be read, has unknown columns, or an option is wrong.
     """
     fields = sources(columns)
-    query = Query(
-        fields=frozenset(name for names in fields.values() for name in names) | EXTRA,
-        sweep=sweep,
-        conditions=_pushdown(where, fields),
-        histories=None if histories is False else frozenset() if histories is True else frozenset(histories),
-    )
+    query = _query(fields, sweep, where, histories)
+    if is_table(source):
+        return _from_file(Path(source), sweep, where, keep, histories)
     raw, damaged = _read(source, query, job_state, progress)
-    return assemble(raw, damaged, fields, where=where, keep=keep)
+    return assemble(tidy(raw, fields), raw.points, damaged, where=where, keep=keep)
+
+
+def ingest(
+    source: str | Path,
+    out: Path,
+    *,
+    sweep: str | None = None,
+    where: str | Sequence[str] | None = None,
+    columns: Mapping[str, str] | None = None,
+    keep: Collection[str] = (),
+    histories: bool | Collection[str] = False,
+    load: bool = True,
+    job_state: JobState | None = None,
+    progress: Progress | None = None,
+) -> Ingested:
+    """Bring the table file ``out`` (``.parquet`` or ``.csv``) up to date, reading only what is new.
+
+    Options as in ``read_runs``; what was read is kept in ``<out>.cache/``, and the next call reads the rest. Without
+    ``load`` histories are kept on disk (``read_runs(out, histories=True)`` gives them) and not returned.
+    """
+    from scaling.analysis.ingest_cache import Cache, write_table
+
+    fields = sources(columns)
+    query = _query(fields, sweep, where, histories)
+    wanted = None if query.histories is None else sorted(query.histories)
+    options = {
+        "source": str(source),
+        "sweep": sweep,
+        "where": where,
+        "columns": dict(columns or {}),
+        "histories": wanted,
+    }
+    cache = Cache(out, options)
+    read, marks = _incremental(source, query, job_state, progress)
+    changed = frozenset(cache.changed(marks))
+    damaged: dict[str, str] = {}
+    if changed or cache.index is None:
+        # Nothing known: no list of ids, so that a whole database is read in one sweep.
+        raw, damaged = read(replace(query, only=None if cache.index is None else changed))
+        rows = tidy(raw, fields)
+        table = cache.merge(rows, raw.points, {key: marks.get(key, "") for key in {*marks, *rows.index}})
+    else:
+        table = cache.merge(cache.index.iloc[:0].drop(columns=["fingerprint", "part"]), None, marks)
+    cache.compact()
+    points = cache.points() if query.histories is not None and load else None
+    result = assemble(table, points, damaged, where=where, keep=keep)
+    write_table(result.table, result.dropped, out)
+    return result
 
 
 def assemble(
-    raw: Raw,
+    table: pd.DataFrame,
+    points: Points | None,
     damaged: Mapping[str, str],
-    fields: Mapping[str, tuple[str, ...]],
     *,
     where: str | Sequence[str] | None,
     keep: Collection[str],
 ) -> Ingested:
-    """What was read as ``Ingested``: tidy, filtered, unusable runs dropped."""
+    """A tidy table (index: source ids) and its histories as ``Ingested``: filtered, unusable runs dropped."""
     from scaling.analysis.columns import filter_rows, map_columns
 
-    table = tidy(raw, fields)
     if where and table.empty:
         raise TableError(f"--where {where!r} leaves no row")
     if where:
         table = table.loc[filter_rows(map_columns(table), where).index]
     table, dropped = drop(table, keep)
     lost = tuple(Dropped(run=key, reason=reason) for key, reason in damaged.items())
-    history = raw.histories
-    if history is not None:
-        history = _by_key(history, table)
+    history = None if points is None else points.frame({str(run): key for run, key in table["run_key"].items()})
     ids = dict(zip(table["run_key"], map(str, table.index), strict=True))
     return Ingested(table=table.reset_index(drop=True), histories=history, dropped=lost + dropped, source_ids=ids)
+
+
+def is_table(source: str | Path) -> bool:
+    """Whether a source is a table file by its name."""
+    return Path(str(source)).suffix in (".parquet", ".csv") and not is_store(str(source))
+
+
+def _query(
+    fields: Mapping[str, tuple[str, ...]],
+    sweep: str | None,
+    where: str | Sequence[str] | None,
+    histories: bool | Collection[str],
+) -> Query:
+    return Query(
+        fields=frozenset(name for names in fields.values() for name in names) | EXTRA,
+        sweep=sweep,
+        conditions=_pushdown(where, fields),
+        histories=None if histories is False else frozenset() if histories is True else frozenset(histories),
+    )
+
+
+def _from_file(
+    path: Path,
+    sweep: str | None,
+    where: str | Sequence[str] | None,
+    keep: Collection[str],
+    histories: bool | Collection[str],
+) -> Ingested:
+    from scaling.analysis.ingest_cache import read_cached_points, read_table
+
+    table, dropped = read_table(path)
+    if sweep is not None:
+        table = table[table["sweep"] == sweep]
+    points = None
+    if histories is not False:
+        kept = read_cached_points(path)
+        if kept is None:
+            raise TableError(f"{path}: has no histories beside it; make it with `scaling runs ingest --histories`")
+        points, index = kept
+        ids = dict(zip(index["run_key"], index.index, strict=True))
+        table = table.set_axis([ids[key] for key in table["run_key"]], axis=0)
+    result = assemble(table, points, {}, where=where, keep=keep)
+    history = result.histories
+    if history is not None and not isinstance(histories, bool):
+        history = history[history["metric"].isin(list(histories))].reset_index(drop=True)
+        history["metric"] = history["metric"].cat.remove_unused_categories()
+    return replace(result, histories=history, dropped=dropped + result.dropped)
+
+
+def _incremental(
+    source: str | Path, query: Query, job_state: JobState | None, progress: Progress | None
+) -> tuple[Callable[[Query], tuple[Raw, dict[str, str]]], dict[str, str]]:
+    """How to read some runs of a source, and the fingerprints of all."""
+    text = str(source)
+    if is_store(text) and normalise(text).startswith("http"):
+        from scaling.analysis.ingest_server import list_server, read_server, server_fingerprints
+
+        listing = list_server(text, query, progress=progress)
+        return lambda some: (read_server(text, some, listing=listing, progress=progress), {}), server_fingerprints(
+            listing
+        )
+    if is_store(text):
+        from scaling.analysis.ingest_sql import database_fingerprints
+
+        marks = database_fingerprints(text, query)
+    else:
+        from scaling.analysis.ingest_folder import folder_fingerprints
+
+        marks = folder_fingerprints(Path(text), query)
+    return lambda some: _read(source, some, job_state, progress), marks
 
 
 def _read(
@@ -144,28 +256,6 @@ def _read(
     from scaling.analysis.ingest_folder import read_folders
 
     return read_folders(Path(text), query, job_state=job_state, progress=progress)
-
-
-def _by_key(histories: pd.DataFrame, table: pd.DataFrame) -> pd.DataFrame:
-    """Histories of the table's runs under their run keys."""
-    import numpy as np
-    import pandas as pd
-
-    keys = table["run_key"]
-    old = list(histories["run"].cat.categories)
-    order = sorted(set(keys))
-    position = {key: i for i, key in enumerate(order)}
-    mapping = np.array([position[keys[run]] if run in keys.index else -1 for run in old] or [-1], dtype=np.int32)
-    codes = mapping[histories["run"].cat.codes.to_numpy()]
-    run_key = pd.Categorical.from_codes(codes, categories=pd.Index(order, dtype=object))
-    renamed = histories.drop(columns="run")
-    renamed.insert(0, "run_key", run_key)
-    if (mapping < 0).any():
-        renamed = renamed[codes >= 0]
-        codes = codes[codes >= 0]
-    if len(codes) and not bool((np.diff(codes) >= 0).all()):
-        renamed = renamed.iloc[np.argsort(codes, kind="stable")]
-    return renamed.reset_index(drop=True)
 
 
 def _pushdown(
@@ -190,8 +280,9 @@ def _pushdown(
             decidable = (
                 column not in _DERIVED and places and all(p.split(":")[0] in ("tag", "param", "metric") for p in places)
             )
-            if decidable and type(value.value) in (int, float, str):
-                sign = _SIGNS[type(part.ops[0])]
-                if not isinstance(value.value, str) or sign == "=":
-                    found.append((places, sign, value.value))
+            sign, constant = _SIGNS[type(part.ops[0])], value.value
+            if isinstance(constant, bool) or not isinstance(constant, (int, float, str)) or not decidable:
+                continue
+            if not isinstance(constant, str) or sign == "=":
+                found.append((places, sign, constant))
     return found

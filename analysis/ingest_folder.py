@@ -6,20 +6,23 @@ agree by construction.
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from scaling.analysis.raw import Progress, Query, Raw, order_histories
+from scaling.analysis.ingest_cache import fingerprint
+from scaling.analysis.raw import Points, Progress, Query, Raw
 from scaling.errors import RecordError
-from scaling.record import Point, RunFolder, run_folders
+from scaling.record import END, Point, RunFolder, run_folders
 from scaling.tracking import conventions
 from scaling.tracking.conventions import CURVES, STORE_STATUS, TERMINAL
+from scaling.tracking.journal import seal
 from scaling.tracking.metrics import store_name
 from scaling.tracking.standing import JobState, standing
 
 if TYPE_CHECKING:
-    import pandas as pd
+    pass
 
 
 def read_folders(
@@ -56,7 +59,17 @@ def read_folders(
     series = {
         name: pd.Series(values, dtype=object if name[:3] in ("tag", "par") else None) for name, values in fields.items()
     }
-    return Raw(runs=runs, fields=series, histories=history.frame() if query.histories is not None else None), damaged
+    return Raw(runs=runs, fields=series, points=history.points() if query.histories is not None else None), damaged
+
+
+def folder_fingerprints(out: Path, query: Query) -> dict[str, str]:
+    """Run key -> a text that changes when the folder does; a run that is not over looks new every time."""
+    marks: dict[str, str] = {}
+    for folder in run_folders(out):
+        files = seal(folder)
+        over = any(name == END for name, _, _ in files)
+        marks[folder.key] = fingerprint(files, query.sweep, "" if over else time.time_ns())
+    return marks
 
 
 class _History:
@@ -65,7 +78,7 @@ class _History:
     def __init__(self) -> None:
         self.runs: dict[str, int] = {}
         self.metrics: dict[str, int] = {}
-        self.columns: tuple[list[int], list[int], list[int], list[int], list[float]] = ([], [], [], [], [])
+        self.columns: tuple[list[Any], ...] = ([], [], [], [], [])
 
     def add(self, run: str, metric: str, step: int, time_ms: int, value: float) -> None:
         row = (
@@ -75,14 +88,20 @@ class _History:
             time_ms,
         )
         for column, cell in zip(self.columns, (*row, value), strict=True):
-            column.append(cell)  # type: ignore[arg-type]
+            column.append(cell)
 
-    def frame(self) -> pd.DataFrame:
-        import numpy as np
-
+    def points(self) -> Points:
+        """The columns."""
         run, metric, step, time_ms, value = self.columns
-        codes = np.asarray(run, np.int32), np.asarray(metric, np.int32)
-        return order_histories(codes[0], list(self.runs), codes[1], list(self.metrics), step, time_ms, value)
+        return Points(
+            runs=list(self.runs),
+            metrics=list(self.metrics),
+            run=run,
+            metric=metric,
+            step=step,
+            time_ms=time_ms,
+            value=value,
+        )
 
 
 def _read(

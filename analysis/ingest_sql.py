@@ -7,34 +7,19 @@ read-only, PostgreSQL in a read-only transaction.
 
 from __future__ import annotations
 
-import sqlite3
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Final
-from urllib.parse import quote
 
-from scaling.analysis.raw import Progress, Query, Raw, decode, order_histories
-from scaling.errors import StoreError, StoreUnavailable
-from scaling.tracking.store import normalise, redact, sqlite_path
+from scaling.analysis.database import BATCH_ROWS, Database, check_layout, literal
+from scaling.analysis.raw import Points, Progress, Query, Raw, decode
 
 if TYPE_CHECKING:
     import pandas as pd
     import pyarrow as pa
 
-_NEEDED: Final = {
-    "runs": ("run_uuid", "name", "status", "start_time", "end_time", "lifecycle_stage", "experiment_id"),
-    "experiments": ("experiment_id", "name"),
-    "params": ("run_uuid", "key", "value"),
-    "tags": ("run_uuid", "key", "value"),
-    "latest_metrics": ("run_uuid", "key", "value", "step", "timestamp", "is_nan"),
-    "metrics": ("run_uuid", "key", "value", "step", "timestamp", "is_nan"),
-}
 _NUMBER: Final = "^[-+]?[0-9]+([.][0-9]*)?([eE][-+]?[0-9]+)?$"
-_BATCH_ROWS: Final = 131_072
-_DRIVERS: Final = ("psycopg", "adbc_driver_manager")
 
 
 def read_database(uri: str, query: Query, *, progress: Progress | None = None) -> Raw:
@@ -50,7 +35,7 @@ def read_database(uri: str, query: Query, *, progress: Progress | None = None) -
     import pandas as pd
 
     with Database(uri) as database:
-        _check_layout(database)
+        check_layout(database)
         chosen = _chosen(database, query)
         runs = database.table(
             "SELECT r.run_uuid AS id, COALESCE(r.name, '') AS name, e.name AS experiment, r.status AS status, "
@@ -64,116 +49,25 @@ def read_database(uri: str, query: Query, *, progress: Progress | None = None) -
         frame.index = pd.Index(frame.index, dtype=object, name=None)
         everything = int(database.scalar("SELECT count(*) FROM runs")) == len(frame)
         fields = _fields(database, query, "" if everything else f" AND run_uuid IN ({chosen})")
-        histories = None
+        points = None
         if query.histories is not None:
-            histories = _histories(database, query, "" if everything else f"run_uuid IN ({chosen})", progress)
-            if everything:
-                # Runs of deleted or foreign experiments cannot be among them: all runs are chosen.
-                assert len(histories["run"].cat.categories) <= len(frame)
-        return Raw(runs=frame, fields=fields, histories=histories)
+            points = _points(database, query, "" if everything else f"run_uuid IN ({chosen})", progress)
+        return Raw(runs=frame, fields=fields, points=points)
 
 
-class Database:
-    """A read-only connection that gives Arrow tables."""
-
-    def __init__(self, uri: str) -> None:
-        self.uri = normalise(uri)
-        self.path = sqlite_path(self.uri)
-        if self.path is not None and not self.path.is_file():
-            raise StoreError(f"{self.path}: no such database; give the store that `scaling runs sync` wrote")
-        self.postgres = self.path is None
-        with self._translated():
-            self._connection, self.adbc = self._connect()
-
-    def __enter__(self) -> Database:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._connection.close()
-
-    def batches(self, query: str) -> Iterator[pa.RecordBatch]:
-        """Result of a query, in batches; ``StoreUnavailable`` where the database does not answer."""
-        import pyarrow as pa
-
-        with self._translated(), closing(self._connection.cursor()) as cursor:
-            if self.adbc:
-                if not self.postgres:
-                    cursor.adbc_statement.set_options(**{"adbc.sqlite.query.batch_rows": str(_BATCH_ROWS)})
-                cursor.execute(query)
-                yield from cursor.fetch_record_batch()
-                return
-            cursor.execute(query)
-            names = [column[0] for column in cursor.description]
-            while rows := cursor.fetchmany(_BATCH_ROWS):
-                yield pa.record_batch([pa.array(column) for column in zip(*rows, strict=True)], names=names)
-
-    def table(self, query: str) -> pa.Table:
-        """Result of a query, whole."""
-        import pyarrow as pa
-
-        with self._translated(), closing(self._connection.cursor()) as cursor:
-            cursor.execute(query)
-            if self.adbc:
-                return cursor.fetch_arrow_table()
-            names = [column[0] for column in cursor.description]
-            rows = cursor.fetchall()
-            columns = list(zip(*rows, strict=True)) if rows else [()] * len(names)
-            return pa.table(dict(zip(names, map(pa.array, columns), strict=True)))
-
-    def scalar(self, query: str) -> Any:
-        """The one value of a query."""
-        return self.table(query).column(0)[0].as_py()
-
-    def _connect(self) -> tuple[Any, bool]:
-        if self.path is not None:
-            address = f"file:{quote(str(self.path))}?mode=ro"
-            if find_spec("adbc_driver_sqlite") is not None:
-                import adbc_driver_sqlite.dbapi as adbc_sqlite
-
-                return adbc_sqlite.connect(address), True
-            return sqlite3.connect(address, uri=True), False
-        address = self.uri.replace("postgresql+psycopg://", "postgresql://", 1)
-        if find_spec("adbc_driver_postgresql") is not None:
-            import adbc_driver_postgresql.dbapi as adbc_postgresql
-
-            connection = adbc_postgresql.connect(address)
-            with closing(connection.cursor()) as cursor:
-                cursor.execute("SET default_transaction_read_only = on")
-            connection.commit()
-            return connection, True
-        if find_spec("psycopg") is None:
-            raise StoreError("reading PostgreSQL needs a driver; install isoloss[fast] or isoloss[postgres]")
-        import psycopg
-
-        return psycopg.connect(address, options="-c default_transaction_read_only=on"), False
-
-    @contextmanager
-    def _translated(self) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:
-            ours = isinstance(error, sqlite3.Error) or type(error).__module__.split(".")[0] in _DRIVERS
-            if not ours:
-                raise
-            raise StoreUnavailable(f"{redact(self.uri)}: {(str(error).splitlines() or ['no answer'])[0]}") from None
-
-
-def _check_layout(database: Database) -> None:
-    """Refuse a database whose tables are not those of MLflow that this module knows."""
-    if database.postgres:
-        found = database.table("SELECT table_name AS t, column_name AS c FROM information_schema.columns").to_pydict()
-        pairs = set(zip(map(str, found["t"]), map(str, found["c"]), strict=True))
-    else:
-        pairs = set()
-        for table in _NEEDED:
-            names = database.table(f"SELECT name FROM pragma_table_info('{table}')").column(0).to_pylist()
-            pairs |= {(table, str(name)) for name in names}
-    missing = [f"{table}.{name}" for table, names in _NEEDED.items() for name in names if (table, name) not in pairs]
-    if missing:
-        raise StoreError(
-            f"{redact(database.uri)}: not an MLflow database that can be read ({missing[0]} is missing); "
-            "read it through `mlflow server` instead: give its http address"
+def database_fingerprints(uri: str, query: Query) -> dict[str, str]:
+    """Run id -> a text that changes when the run gets points or another status."""
+    with Database(uri) as database:
+        check_layout(database)
+        found = database.table(
+            "SELECT r.run_uuid AS id, r.status AS status, COALESCE(r.end_time, -1) AS ended, COALESCE(m.n, 0) AS n, "
+            "COALESCE(m.step, 0) AS step, COALESCE(m.time, 0) AS time FROM runs r LEFT JOIN "
+            "(SELECT run_uuid, count(*) AS n, max(step) AS step, max(timestamp) AS time FROM latest_metrics "
+            f"GROUP BY run_uuid) m ON m.run_uuid = r.run_uuid WHERE r.run_uuid IN ({_chosen(database, query)}) "
+            "AND r.run_uuid NOT IN (SELECT run_uuid FROM tags WHERE key = 'kind' AND value = 'sweep')"
         )
+        columns = [column.to_pylist() for column in found.columns]
+        return {row[0]: " ".join(map(str, row[1:])) for row in zip(*columns, strict=True)}
 
 
 def _chosen(database: Database, query: Query) -> str:
@@ -254,7 +148,7 @@ def _by_key(table: pa.Table) -> Iterator[tuple[str, pa.Table]]:
             yield str(key), table.filter(pc.equal(keys, key))
 
 
-def _histories(database: Database, query: Query, restrict: str, progress: Progress | None) -> pd.DataFrame:
+def _points(database: Database, query: Query, restrict: str, progress: Progress | None) -> Points:
     """All wanted metrics of the chosen runs; sqlite files are read by two threads, each its half of the rows."""
     tests = [restrict] if restrict else []
     if query.histories:
@@ -263,17 +157,17 @@ def _histories(database: Database, query: Query, restrict: str, progress: Progre
     halves = [tests]
     if database.path is not None and database.adbc and not tests:
         last = database.scalar("SELECT COALESCE(max(rowid), 0) AS n FROM metrics")
-        if last > _BATCH_ROWS:
+        if last > BATCH_ROWS:
             halves = [[f"rowid <= {last // 2}"], [f"rowid > {last // 2}"]]
     collector = _Collector(progress)
     queries = [select + (f" WHERE {' AND '.join(half)}" if half else "") for half in halves]
     if len(queries) == 1:
-        collector.read(database, queries[0])
+        collector.read(database, queries[0], 0)
     else:
         with ThreadPoolExecutor(len(queries)) as pool:
-            for done in [pool.submit(collector.read_apart, database.uri, text) for text in queries]:
+            for done in [pool.submit(collector.read_apart, database.uri, text, i) for i, text in enumerate(queries)]:
                 done.result()
-    return collector.frame()
+    return collector.points()
 
 
 class _Collector:
@@ -282,19 +176,21 @@ class _Collector:
     def __init__(self, progress: Progress | None) -> None:
         self._runs: dict[str, int] = {}
         self._metrics: dict[str, int] = {}
-        self._parts: list[tuple[Any, ...]] = []
+        self._parts: list[tuple[tuple[int, int], tuple[Any, ...]]] = []
         self._lock = threading.Lock()
         self._progress = progress
         self._rows = 0
 
-    def read_apart(self, uri: str, query: str) -> None:
+    def read_apart(self, uri: str, query: str, place: int) -> None:
+        """Read a part of the rows, which come at ``place`` in the whole, over a connection of its own."""
         with Database(uri) as database:
-            self.read(database, query)
+            self.read(database, query, place)
 
-    def read(self, database: Database, query: str) -> None:
+    def read(self, database: Database, query: str, place: int) -> None:
+        """Read rows; their order is kept."""
         import numpy as np
 
-        for batch in database.batches(query):
+        for number, batch in enumerate(database.batches(query)):
             if not batch.num_rows:
                 continue
             runs, metrics = (batch.column(i).dictionary_encode() for i in (0, 1))
@@ -312,25 +208,24 @@ class _Collector:
                     self._progress("metric rows", self._rows, 0)
             run, metric = run_map[runs.indices.to_numpy()], metric_map[metrics.indices.to_numpy()]
             with self._lock:
-                self._parts.append((run, metric, step, time_ms, value))
+                self._parts.append(((place, number), (run, metric, step, time_ms, value)))
 
-    def frame(self) -> pd.DataFrame:
+    def points(self) -> Points:
+        """All rows, in the order of the database."""
         import numpy as np
 
-        empty = (np.int32, np.int32, np.int64, np.int64, np.float64)
+        self._parts.sort(key=lambda part: part[0])
         columns = []
-        for i, dtype in enumerate(empty):
-            columns.append(np.concatenate([part[i] for part in self._parts]) if self._parts else np.empty(0, dtype))
+        for i, dtype in enumerate((np.int32, np.int32, np.int64, np.int64, np.float64)):
+            columns.append(np.concatenate([part[1][i] for part in self._parts]) if self._parts else np.empty(0, dtype))
         self._parts = []
-        return order_histories(columns[0], list(self._runs), columns[1], list(self._metrics), *columns[2:])
-
-
-def literal(text: str) -> str:
-    """A text as an SQL literal.
-
-    >>> literal("it's")
-    "'it''s'"
-    """
-    if "\0" in text:
-        raise StoreError(f"{text[:40]!r}: a zero byte cannot be asked for; leave it out")
-    return "'" + text.replace("'", "''") + "'"
+        run, metric, step, time_ms, value = columns
+        return Points(
+            runs=list(self._runs),
+            metrics=list(self._metrics),
+            run=run,
+            metric=metric,
+            step=step,
+            time_ms=time_ms,
+            value=value,
+        )

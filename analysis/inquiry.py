@@ -6,14 +6,16 @@ support is no error here: a refusal becomes a ``Failure`` with its reason, which
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 import pandas as pd
 
+from scaling.analysis import digits
 from scaling.analysis.findings import Failure, Findings
-from scaling.analysis.readings import Curve, Speedup, read_speedup
+from scaling.analysis.readings import OVER_SIZES, Curve, Delta, Noise, Speedup, read_deltas, read_noise, read_speedup
 from scaling.analysis.result import Caution, Result
 from scaling.analysis.schema import COLUMNS
 from scaling.errors import ScalingError, TableError, nearest
@@ -24,6 +26,10 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 _Speedups = tuple[tuple[Speedup, ...], Mapping[str, Curve]]
 DEFAULT_BASELINE = "baseline"
+_MOST_NEEDS = 3
+_FEWEST_FOR_LAW = 4  # scales: three parameters and a degree of freedom
+_FEWEST_FOR_BACKTEST = 5
+_FEWEST_FOR_PROFILE = 4  # sizes at one budget
 
 
 class _Log:
@@ -40,6 +46,13 @@ class _Log:
         except ScalingError as error:
             self.failures.append(Failure(what=what, reason=str(error).rstrip(".")))
             return default
+
+    def keep(self, name: str, what: str, question: Callable[[], Result]) -> None:
+        """The result under ``name``, or the refusal noted."""
+        try:
+            self.results[name] = question()
+        except ScalingError as error:
+            self.failures.append(Failure(what=what, reason=str(error).rstrip(".")))
 
 
 def inquire(
@@ -75,6 +88,13 @@ def inquire(
     others = runs["method"].dropna().nunique() > 1
     if base is not None and others and runs["flops"].notna().any():
         found = log.ask("The compute saved at equal loss", lambda: _speedups(runs, base, rng, log), found)
+    deltas: tuple[Delta, ...] = ()
+    if base is not None and others:
+        deltas = log.ask("The differences of loss", lambda: _deltas(runs, base, log), deltas)
+    noises: tuple[Noise, ...] = ()
+    noises = log.ask("The noise between seeds", lambda: _noises(runs, log), noises)
+    if runs["flops"].notna().any():
+        _fits(runs, base, rng, log)
     lost = {*dropped}
     cautions: dict[str, Caution] = {}
     for result in log.results.values():
@@ -87,9 +107,12 @@ def inquire(
         x="flops",
         curves=found[1],
         speedups=found[0],
+        deltas=deltas,
+        noises=(*noises, *_evaluation_noise(runs)),
         failures=tuple(log.failures),
         cautions=tuple(cautions.values()),
         dropped=tuple(sorted(lost)),
+        needs=tuple(_needs(deltas, log)),
         results=log.results,
     )
 
@@ -174,3 +197,110 @@ def _pair(cells: Mapping[str, Mapping[str, Cell]], baseline: str, method: str, r
         level=result.interval.level if result.interval else 0.95,
     )
     return (first,) if second is None else (first, second)
+
+
+def _deltas(runs: pd.DataFrame, baseline: str, log: _Log) -> tuple[Delta, ...]:
+    from scaling.analysis.seeds import compare_seeds
+
+    found = compare_seeds(runs, baseline=baseline)
+    log.results |= {f"seeds {method}": result for method, result in found.items()}
+    kept: list[Delta] = []
+    for method, result in found.items():
+        if result.status == "refused":
+            reason = result.warnings[-1].message if result.warnings else "refused"
+            log.failures.append(Failure(what=f"The difference of {method}", reason=reason.rstrip(".")))
+        else:
+            kept.extend(read_deltas(method, result))
+    return tuple(kept)
+
+
+def _noises(runs: pd.DataFrame, log: _Log) -> tuple[Noise, ...]:
+    from scaling.analysis.noise import noise_floor
+
+    found = noise_floor(runs)
+    log.results["noise floor"] = found
+    return read_noise(found)
+
+
+def _evaluation_noise(runs: pd.DataFrame) -> tuple[Noise, ...]:
+    """The evaluation set's own sampling noise, as the runs recorded it: the median over runs."""
+    errors = runs["val_loss_se"].dropna().astype(float)
+    errors = errors[errors > 0]
+    if errors.empty:
+        return ()
+    return (
+        Noise(
+            kind="evaluation",
+            label="evaluation set",
+            sd=float(errors.median()),
+            low=None,
+            high=None,
+            n=len(errors),
+            df=None,
+            counts_for_methods=False,
+            note="standard error over held-out documents; common to all runs on one set, so it cancels in differences",
+        ),
+    )
+
+
+def _needs(deltas: Sequence[Delta], log: _Log) -> list[str]:
+    """What deciding the open comparisons would take, from the measured noise."""
+    from scaling.analysis.noise import noise_power
+
+    floor = log.results.get("noise floor")
+    open_ = [delta for delta in _overall(deltas) if delta.verdict == "undecided" and delta.mean != 0]
+    if floor is None or not open_:
+        return []
+    lines = []
+    sd = float(floor.estimate["seed_sd"])
+    for delta in open_[:_MOST_NEEDS]:
+        scales = max(1, sum(other.method == delta.method and other.size != OVER_SIZES for other in deltas))
+        question = partial(noise_power, sd=sd, difference=abs(delta.mean), scales=(scales,), seeds=(3,))
+        power = log.ask(f"What it takes to judge {delta.method}", question, floor)
+        for needed in power.details.get("needed", ()):
+            seeds = needed["seeds_to_find_difference"]
+            often = "more than 1,000" if seeds > 1000 else f"{seeds:,}"
+            lines.append(
+                f"About {often} seeds of each method at each size to find, 8 times out of 10, a difference as small as "
+                f"the one measured for {delta.method} ({digits.number(abs(delta.mean), digits=2)} nats), if it is real."
+            )
+    return lines
+
+
+def _overall(deltas: Sequence[Delta]) -> list[Delta]:
+    """One delta a method: the mean over sizes, or the only size."""
+    methods = dict.fromkeys(delta.method for delta in deltas)
+    found = []
+    for method in methods:
+        mine = [delta for delta in deltas if delta.method == method]
+        found.append(next((delta for delta in mine if delta.size == OVER_SIZES), mine[0]))
+    return found
+
+
+def _fits(runs: pd.DataFrame, baseline: str | None, rng: int, log: _Log) -> None:
+    """The joint law with its residuals, the backtest of one method's law, and IsoFLOP profiles where budgets repeat."""
+    from scaling.analysis.backtest import backtest
+    from scaling.analysis.fit import fit_law
+    from scaling.analysis.isoflop import fit_isoflop
+
+    several = runs["method"].nunique() > 1
+    scales = runs.dropna(subset=["flops"]).groupby("method")["flops"].nunique()
+    law = partial(
+        fit_law, runs, form="power", by="method" if several else None, share="test" if several else "free",
+        loss="l2", interval="two-level", draws=200, rng=rng,
+    )  # fmt: skip
+    if scales.max() >= _FEWEST_FOR_LAW:
+        log.keep("law", "A law for all methods", law)
+    method = baseline or str(scales.idxmax())
+    if scales.get(method, 0) >= _FEWEST_FOR_BACKTEST:
+        mine = runs[runs["method"] == method]
+        log.keep("backtest", "The backtest of the law", partial(backtest, mine, form="power", loss="l2"))
+    sizes = runs.dropna(subset=["flops", "n_params_non_embedding"])
+    budgets = sizes.groupby(sizes["flops"].map(lambda c: round(math.log(c) / 0.2) if c > 0 else 0))
+    if int((budgets["n_params_non_embedding"].nunique() >= _FEWEST_FOR_PROFILE).sum()) >= 2:
+        log.keep("isoflop", "The IsoFLOP analysis", partial(fit_isoflop, runs, noise=_sd(log), rng=rng))
+
+
+def _sd(log: _Log) -> float | None:
+    floor = log.results.get("noise floor")
+    return None if floor is None else float(floor.estimate["seed_sd"])

@@ -24,6 +24,7 @@ from scaling.analysis.tables import render
 from scaling.analysis.tables.table import Table
 
 _MOST_DATA_URI_BYTES: Final = 400_000
+_FIRST_ROWS: Final = 250  # of the run table are laid out when the page opens, as many as report.js shows at once
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,14 +96,17 @@ def _html_section(section: Section, drawn: Mapping[str, tuple[str, str]]) -> Map
         "title": section.title,
         "intro": section.intro,
         "plots": [_html_picture(picture, *drawn[picture.name]) for picture in section.pictures],
-        "tables": [
-            Markup(render.html(t, classes="data", box="scroll runs" if t.name == "runs" else "scroll"))
-            for t in section.tables
-        ],
+        "tables": [Markup(_html_table(table)) for table in section.tables],
         "entries": section.entries,
         "code": section.is_code,
         "filter": any(table.name == "runs" for table in section.tables),
     }
+
+
+def _html_table(table: Table) -> str:
+    if table.name == "runs":
+        return render.html(table, box="scroll runs", first=_FIRST_ROWS)
+    return render.html(table)
 
 
 def _html_picture(picture: Picture, wide: str, narrow: str) -> Mapping[str, object]:

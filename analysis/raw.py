@@ -9,14 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     import pandas as pd
 
 KINDS: Final = ("tag", "param", "metric", "run", "step")
 RUN_COLUMNS: Final = ("name", "experiment", "status", "started_ms", "ended_ms")
-HISTORY_COLUMNS: Final = ("run", "metric", "step", "time_ms", "value")
 MLFLOW_INFINITY: Final = 1.7976931348623157e308  # MLflow stores infinities as the largest double
 
 Progress = Callable[[str, int, int], None]  # what is being read, how many of, how many
@@ -52,6 +51,52 @@ class Query:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Points:
+    """Metric values in any order, in columns of equal length: texts are positions in ``runs`` and ``metrics``."""
+
+    runs: Sequence[str]
+    metrics: Sequence[str]
+    run: Any
+    metric: Any
+    step: Any
+    time_ms: Any
+    value: Any
+
+    def frame(self, names: Mapping[str, str]) -> pd.DataFrame:
+        """Sorted by run, metric and step; one row for each step, the later where it was measured twice.
+
+        Parameters
+        ----------
+        names
+            Run -> the name it has in column ``run_key``; runs that are not in it are left out.
+
+        Returns
+        -------
+        pandas.DataFrame
+            Columns run_key and metric (categories in order), step, time_ms, value.
+        """
+        import numpy as np
+        import pandas as pd
+
+        keys, metrics = sorted(set(names.values())), sorted(self.metrics)
+        run_at, metric_at = {key: i for i, key in enumerate(keys)}, {name: i for i, name in enumerate(metrics)}
+        run_map = np.array([run_at[names[run]] if run in names else -1 for run in self.runs] or [0], np.int32)
+        metric_map = np.array([metric_at[name] for name in self.metrics] or [0], np.int32)
+        run, metric = run_map[np.asarray(self.run, np.int32)], metric_map[np.asarray(self.metric, np.int32)]
+        columns: list[Any] = [run, metric, np.asarray(self.step, np.int64), np.asarray(self.time_ms, np.int64)]
+        columns.append(np.asarray(self.value, np.float64))
+        if len(run_map) and run_map.min() < 0:
+            known = run >= 0
+            columns = [column[known] for column in columns]
+        order = _order(columns, len(keys), len(metrics))
+        columns = columns if order is None else [column[order] for column in columns]
+        first = pd.Categorical.from_codes(columns[0], categories=pd.Index(keys, dtype=object))
+        second = pd.Categorical.from_codes(columns[1], categories=pd.Index(metrics, dtype=object))
+        table = dict(zip(("step", "time_ms", "value"), columns[2:], strict=True))
+        return pd.DataFrame({"run_key": first, "metric": second, **table}, copy=False)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Raw:
     """What a reader found.
 
@@ -61,81 +106,47 @@ class Raw:
         One row a run, index the source's run id, columns ``RUN_COLUMNS``.
     fields
         Field name -> series over the same ids (only those that have it): text for tags and parameters, numbers else.
-    histories
-        Columns ``HISTORY_COLUMNS``, sorted by run, metric, step; ``run`` and ``metric`` are categories; one row for
-        each step.
+    points
+        Metric values, where histories were asked for.
     """
 
     runs: pd.DataFrame
     fields: Mapping[str, pd.Series] = field(default_factory=dict)
-    histories: pd.DataFrame | None = None
+    points: Points | None = None
 
 
-def order_histories(
-    run_codes: object,
-    runs: Sequence[str],
-    metric_codes: object,
-    metrics: Sequence[str],
-    step: object,
-    time_ms: object,
-    value: object,
-) -> pd.DataFrame:
-    """Histories from columns in any order: sorted by run, metric and step, one row for each step.
-
-    A step that was measured twice (a resume whose store could not drop the first) keeps the later time.
-    """
-    import numpy as np
-    import pandas as pd
-
-    run, metric = np.asarray(run_codes), np.asarray(metric_codes)
-    steps, times, values = np.asarray(step, np.int64), np.asarray(time_ms, np.int64), np.asarray(value, np.float64)
-    # Categories in sorted order, so that two sources of the same runs give equal frames.
-    run_order, metric_order = np.argsort(np.asarray(runs, dtype=object)), np.argsort(np.asarray(metrics, dtype=object))
-    run = _inverse(run_order)[run] if len(runs) else run
-    metric = _inverse(metric_order)[metric] if len(metrics) else metric
-    series = run.astype(np.int64) * max(1, len(metrics)) + metric
-    if len(steps):
-        low, span = int(steps.min()), int(steps.max()) - int(steps.min()) + 1
-        if (int(series.max()) + 1) * span < 2**62:
-            key = series * span + (steps - low)
-            order = None if bool((np.diff(key) > 0).all()) else np.argsort(key, kind="stable")
-            if order is not None and not bool((np.diff(key[order]) > 0).all()):
-                order = np.lexsort((times, key))
-                ordered = key[order]
-                order = order[np.append(ordered[1:] != ordered[:-1], True)]
-        else:
-            order = np.lexsort((times, steps, series))
-            same = (np.diff(series[order]) == 0) & (np.diff(steps[order]) == 0)
-            order = order[np.append(~same, True)]
-        if order is not None:
-            run, metric, steps, times, values = run[order], metric[order], steps[order], times[order], values[order]
-    columns = {
-        "run": pd.Categorical.from_codes(run, categories=pd.Index([runs[i] for i in run_order], dtype=object)),
-        "metric": pd.Categorical.from_codes(
-            metric, categories=pd.Index([metrics[i] for i in metric_order], dtype=object)
-        ),
-        "step": steps,
-        "time_ms": times,
-        "value": values,
-    }
-    return pd.DataFrame(columns, copy=False)
-
-
-def decode(value: object, is_nan: object) -> object:
+def decode(value: Any, is_nan: Any) -> Any:
     """MLflow's stored values to numbers: a row with ``is_nan`` holds 0.0, infinities are the largest double."""
     import numpy as np
 
     values = np.array(value, dtype=np.float64, copy=True)
     values[np.asarray(is_nan, dtype=bool)] = np.nan
     infinite = np.abs(values) >= MLFLOW_INFINITY
-    values[infinite] = np.sign(values[infinite]) * np.inf
+    if infinite.any():
+        values[infinite] = np.sign(values[infinite]) * np.inf
     return values
 
 
-def _inverse(order: object) -> object:
+def _order(columns: Sequence[Any], runs: int, metrics: int) -> Any:
+    """Row numbers in order of run, metric, step without repeated steps; ``None`` where the rows are so already."""
     import numpy as np
 
-    positions = np.asarray(order)
-    inverse = np.empty(len(positions), dtype=np.int32)
-    inverse[positions] = np.arange(len(positions), dtype=np.int32)
-    return inverse
+    run, metric, step, time_ms, _ = columns
+
+    def rising(order: Any) -> bool:
+        r, m, s = (column if order is None else column[order] for column in (run, metric, step))
+        same = (r[1:] == r[:-1]) & (m[1:] == m[:-1])
+        return bool((np.where(same, s[1:] > s[:-1], (r[1:] > r[:-1]) | ((r[1:] == r[:-1]) & (m[1:] > m[:-1])))).all())
+
+    if rising(None):
+        return None
+    if runs < 2**16 and metrics < 2**16:
+        # Rows mostly come by rising step, so that two stable passes over 16-bit codes (radix sorts) put all in order.
+        order = np.argsort(metric.astype(np.uint16), kind="stable")
+        order = order[np.argsort(run.astype(np.uint16)[order], kind="stable")]
+        if rising(order):
+            return order
+    order = np.lexsort((time_ms, step, metric, run))
+    r, m, s = run[order], metric[order], step[order]
+    last = (r[1:] != r[:-1]) | (m[1:] != m[:-1]) | (s[1:] != s[:-1])
+    return order[np.append(last, True)] if len(order) else order

@@ -9,9 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from scaling.analysis.result import Result
+
+OVER_SIZES: Final = "all sizes"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -123,6 +125,86 @@ def read_speedup(method: str, result: Result) -> Speedup:
     )
 
 
+def read_deltas(method: str, result: Result) -> tuple[Delta, ...]:
+    """A ``compare seeds`` result: one delta a scale, then their mean over scales under the size ``OVER_SIZES``."""
+    details, interval = result.details, result.interval
+    paired = details["pairing"]["used"] == "paired"
+    rho = _finite(details["pairing"]["rho"])
+    multiple = details.get("multiplicity", {})
+    found = []
+    for entry in details["scales"]:
+        test = entry["paired" if paired else "pooled"]
+        name = f"delta[{entry['scale']}]"
+        seeds = (
+            entry["seeds"] if len(entry["seeds"]) == len(entry["pair_deltas"]) else [None] * len(entry["pair_deltas"])
+        )
+        found.append(
+            Delta(
+                method=method,
+                size=str(entry["scale"]),
+                seeds=tuple(seeds),
+                deltas=tuple(map(float, entry["pair_deltas"])),
+                mean=float(entry["delta"]),
+                low=_finite(interval.low.get(name)) if interval else None,
+                high=_finite(interval.high.get(name)) if interval else None,
+                level=interval.level if interval else 0.95,
+                n=min(entry["n_method"], entry["n_baseline"]),
+                df=test["df"] if test else None,
+                p=_finite(test["p"]) if test else None,
+                p_adjusted=None,
+                rho=rho,
+                paired=paired,
+                smallest_sign_flip_p=_finite(entry["sign_flip_floor"]),
+            )
+        )
+    joint = details.get("joint")
+    if len(found) > 1:
+        found.append(
+            Delta(
+                method=method,
+                size=OVER_SIZES,
+                seeds=(),
+                deltas=(),
+                mean=float(result.estimate["delta"]),
+                low=_finite(interval.low.get("delta")) if interval else None,
+                high=_finite(interval.high.get("delta")) if interval else None,
+                level=interval.level if interval else 0.95,
+                n=sum(delta.n for delta in found),
+                df=joint["df"] if joint else None,
+                p=_finite(joint["p"]) if joint else None,
+                p_adjusted=_finite(multiple.get("dunnett")) if multiple.get("methods", 1) > 1 else None,
+                rho=rho,
+                paired=paired,
+                smallest_sign_flip_p=_finite(details["sign_flip"]["smallest_possible_p"]),
+            )
+        )
+    return tuple(found)
+
+
+def read_noise(result: Result) -> tuple[Noise, ...]:
+    """A ``noise floor`` result: spread over seeds, and over repeats of one seed where there were any."""
+    interval = result.interval
+    kinds = (
+        ("seed_sd", "between seeds", True, "runs that differ in the seed alone; pooled over methods and sizes"),
+        ("same_seed_sd", "same seed again", False, "what the machine adds; part of the spread between seeds"),
+    )
+    return tuple(
+        Noise(
+            kind=key,
+            label=label,
+            sd=float(result.estimate[key]),
+            low=_finite(interval.low.get(key)) if interval else None,
+            high=_finite(interval.high.get(key)) if interval else None,
+            n=result.n,
+            df=result.df if key == "seed_sd" else float(result.details["same_seed"]["df"]),
+            counts_for_methods=counts,
+            note=note,
+        )
+        for key, label, counts, note in kinds
+        if key in result.estimate
+    )
+
+
 def _scale(entry: Mapping[str, Any]) -> IsoLoss:
     return IsoLoss(
         scale=str(entry["scale"]),
@@ -136,5 +218,5 @@ def _scale(entry: Mapping[str, Any]) -> IsoLoss:
     )
 
 
-def _finite(value: float | None) -> float | None:
+def _finite(value: Any) -> float | None:
     return None if value is None or not math.isfinite(value) else float(value)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from scaling.analysis import digits
 from scaling.analysis.findings import Findings
-from scaling.analysis.readings import Delta, Speedup
+from scaling.analysis.readings import OVER_SIZES, Delta, Speedup
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,6 +28,7 @@ class Summary:
 _FEW_SCALES = 5
 _FEW_SEEDS = 3
 _MOST_LINES = 8
+_MOST_PLACES = 4
 
 
 def summarize(found: Findings) -> Summary:
@@ -81,7 +82,7 @@ def _speedup(item: Speedup, baseline: str, shown: list[str], unknown: list[str])
     bounds = f"{item.level:.0%} interval {digits.speedup(item.low)} to {digits.speedup(item.high)}"
     text = f"{digits.speedup(item.mean)} ({bounds})"
     outside = sum(scale.extrapolated for scale in item.scales)
-    far = f" {outside} of its {len(item.scales)} scales lie beyond the baseline's runs." if outside else ""
+    far = f" Beyond the baseline's runs: {outside} of {len(item.scales)} scales." if outside else ""
     if item.low > 1:
         shown.append(f"{item.method} reaches {baseline}'s loss with less compute: a speedup of {text}.{far}")
     elif item.high < 1:
@@ -94,30 +95,43 @@ def _speedup(item: Speedup, baseline: str, shown: list[str], unknown: list[str])
 
 
 def _deltas(method: str, deltas: Sequence[Delta], baseline: str, shown: list[str], unknown: list[str]) -> None:
-    for verdict, word in (("lower", "lower"), ("higher", "higher")):
-        sure = [delta for delta in deltas if delta.verdict == verdict]
-        if sure:
-            places = ", ".join(
-                f"{delta.size} ({digits.estimate(delta.mean, delta.low, delta.high)})" for delta in sure[:6]
-            )
-            more = f" and {len(sure) - 6} more" if len(sure) > 6 else ""
-            shown.append(f"{method} ends with a {word} loss than {baseline} at {places}{more}.")
-    open_ = [delta for delta in deltas if delta.verdict == "undecided"]
-    if open_:
-        places = ", ".join(delta.size for delta in open_[:6]) + (
-            f" and {len(open_) - 6} more" if len(open_) > 6 else ""
+    sizes = [delta for delta in deltas if delta.size != OVER_SIZES]
+    overall = next((delta for delta in deltas if delta.size == OVER_SIZES), None)
+    if overall is not None and overall.verdict != "undecided":
+        alone = sum(delta.verdict == overall.verdict for delta in sizes)
+        size = digits.estimate(overall.mean, overall.low, overall.high)
+        shown.append(
+            f"{method} ends with a {overall.verdict} loss than {baseline}: by {size} nats per token on average over "
+            f"{len(sizes)} sizes; taken alone, {alone} of the {len(sizes)} show it."
         )
+        return
+    for verdict in ("lower", "higher"):
+        sure = [delta for delta in sizes if delta.verdict == verdict]
+        if sure:
+            places = ", ".join(f"{d.size} ({digits.estimate(d.mean, d.low, d.high)})" for d in sure[:_MOST_PLACES])
+            more = f" and {len(sure) - _MOST_PLACES} more" if len(sure) > _MOST_PLACES else ""
+            shown.append(f"{method} ends with a {verdict} loss than {baseline} at {places}{more}.")
+    open_ = [delta for delta in sizes if delta.verdict == "undecided"]
+    if open_:
+        places = ", ".join(delta.size for delta in open_[:_MOST_PLACES])
+        more = f" and {len(open_) - _MOST_PLACES} more" if len(open_) > _MOST_PLACES else ""
         fewest = min(delta.n for delta in open_)
+        why = "the interval holds zero" if all(d.low is not None for d in open_) else "no interval leaves out zero"
         unknown.append(
-            f"Whether {method} and {baseline} differ at {places}: with {fewest} seed "
-            f"pair{'s' if fewest != 1 else ''} the "
-            "interval holds zero or there is none."
+            f"Whether {method} and {baseline} differ at {places}{more}: with {fewest} run{'s' if fewest != 1 else ''} "
+            f"of each, {why}."
         )
 
 
 def _scope(found: Findings) -> list[str]:
-    largest = found.largest_parameters
     lines = []
+    if found.baseline is None and len(found.methods) > 1:
+        lines.append("Which method is better: no baseline was named, so nothing was compared.")
+    elif len(found.methods) < 2:
+        lines.append("Whether another method would do better: all runs are of one method.")
+    if found.table[found.x].isna().all():
+        lines.append("How much compute a method saves: the table has no FLOPs.")
+    largest = found.largest_parameters
     if largest is not None and largest < 1e8:
         lines.append(
             f"Anything about models people use: the largest here has {digits.words(largest)} parameters. A tiny grid "

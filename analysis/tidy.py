@@ -161,7 +161,8 @@ def drop(table: pd.DataFrame, keep: Collection[str] = ()) -> tuple[pd.DataFrame,
         else:
             left = table[(status == "done") & ~table.index.isin(list(reasons))]
             twins = _again(left["curve_hash"], "first")
-            new = {row: f"duplicate of {left.at[stays, 'run_key']} (same loss curve)" for row, stays in twins.items()}
+            keys = left["run_key"].to_dict()
+            new = {row: f"duplicate of {keys[stays]} (same loss curve)" for row, stays in twins.items()}
         reasons |= {run: reason for run, reason in new.items() if run not in reasons}
     dropped = tuple(
         Dropped(run=str(table.at[run, "run_key"]), reason=reasons[run]) for run in table.index if run in reasons
@@ -214,15 +215,19 @@ def _typed(column: str, series: pd.Series | None, ids: pd.Index) -> pd.Series:
         good = words.isna() | words.isin(["true", "false", "1", "0"])
         _refuse(column, series[~good], "true or false")
         return words.isin(["true", "1"]).astype("boolean").mask(words.isna())
-    text = series.mask(series.isin(["null", "None", ""]))
-    numbers = pd.to_numeric(text, errors="coerce")
-    said = text.astype("string").str.lower().isin(["nan", "inf", "-inf", "infinity", "-infinity"])
-    _refuse(column, series[numbers.isna() & text.notna() & ~said], "a number")
+    if pd.api.types.is_numeric_dtype(series.dtype):
+        numbers = series
+    else:
+        text = series.mask(series.isin(["null", "None", ""]))
+        numbers = pd.to_numeric(text, errors="coerce")
+        unread = text[numbers.isna() & text.notna()]
+        said = unread.astype("string").str.lower().isin(["nan", "inf", "-inf", "infinity", "-infinity"])
+        _refuse(column, unread[~said], "a number")
     if dtype == "float64":
         return numbers.astype("float64")
-    whole = numbers.isna() | (numbers == numbers.round())
-    _refuse(column, series[~whole], "a whole number")
-    return numbers.astype("Float64").round().astype("Int64")
+    values = numbers.astype("Float64")
+    _refuse(column, series[(values != values.round()).fillna(False)], "a whole number")
+    return values.round().astype("Int64")
 
 
 def _refuse(column: str, bad: pd.Series, wanted: str) -> None:

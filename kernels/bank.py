@@ -76,12 +76,12 @@ class SourceBank:
             )
         head_width = width // heads
         if group is None or head_width > 256:
-            group = grouping(head_width, source_TD.dtype)
+            group = grouping(num_sites, head_width)
         plan = Plan(num_sites=num_sites, block=block, group=group)
         self._heads, self._eps, self._block, self._group = heads, eps, block, group
         with torch.no_grad():
             self._bank, self._factor, self._lse, self._query = torch.ops.isoloss.bank_open(
-                source_TD.detach(), query_SD.detach(), heads, block, group
+                source_TD.detach().flatten(0, -2), query_SD.detach(), heads, block, group
             )
         self._token = torch.ops.isoloss.bank_begin(query_SD, self._bank)
         self._num_sites = plan.num_sites
@@ -92,39 +92,21 @@ class SourceBank:
         With blocks of 1 the newest source is the output of the sublayer before (the embedding at site 0). With larger
         blocks it is the sum of the outputs in the current block: of the whole block at the site that follows it.
         """
-        output, _ = self._run(site, source_BTD, None, self._eps)
-        return output
+        return self._run(site, source_BTD, None, self._eps)[0]
 
     def normed_site(self, site: int, source_BTD: Tensor, gain_D: Tensor, norm_eps: float) -> Tensor:
-        """Return ``RMSNorm(mix) * gain``: :meth:`site` with the sublayer's input norm.
-
-        The norm's backward pass runs in the kernel that receives the gradient anyway, one read and one write less.
-        """
-        output, factor = self._run(site, source_BTD, gain_D, norm_eps)
-        return _ScaledNorm.apply(output, factor, gain_D)  # type: ignore[no-any-return,no-untyped-call]
+        """Return ``RMSNorm(mix) * gain``: :meth:`site` and the sublayer's input norm in one, forward and backward."""
+        return self._run(site, source_BTD, gain_D, norm_eps)[1]
 
     def _run(self, site: int, source_BTD: Tensor, gain_D: Tensor | None, norm_eps: float) -> tuple[Tensor, Tensor]:
-        source_TD = source_BTD.reshape(-1, source_BTD.shape[-1])
-        self._token, output_TD, factor_T = torch.ops.isoloss.bank_site(
+        source_TD = source_BTD.flatten(0, -2)
+        self._token, mixed_TD, normed_TD, _ = torch.ops.isoloss.bank_site(
             self._token, source_TD, self._bank, self._factor, self._lse, self._query, gain_D,
             site, self._heads, self._eps, norm_eps,
         )  # fmt: skip
-        return output_TD.view(source_BTD.shape), factor_T.view(*source_BTD.shape[:-1], 1)
-
-
-class _ScaledNorm(torch.autograd.Function):
-    """``output * factor * gain`` whose backward passes the gradient on unchanged: ``bank_site``'s applies the norm's.
-
-    Both ends belong to :meth:`SourceBank.normed_site`, the only consumer of ``output`` and ``factor``.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, output: Tensor, factor: Tensor, gain_D: Tensor) -> Tensor:
-        return (output.float() * factor * gain_D.float()).to(output.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        return gradient, None, None
+        if gain_D is None:
+            return mixed_TD.view(source_BTD.shape), mixed_TD
+        return mixed_TD, normed_TD.view(source_BTD.shape)
 
 
 @torch.library.custom_op(
@@ -199,7 +181,7 @@ _begin.register_autograd(_begin_backward, setup_context=_begin_setup)
     "isoloss::bank_site",
     mutates_args=(),
     schema="(Tensor token, Tensor source, Tensor bank, Tensor factor, Tensor lse, Tensor query, Tensor? gain, "
-    "int site, int heads, float eps, float norm_eps) -> (Tensor, Tensor, Tensor)",
+    "int site, int heads, float eps, float norm_eps) -> (Tensor, Tensor, Tensor, Tensor)",
 )
 def _site(
     token: Tensor,
@@ -213,13 +195,14 @@ def _site(
     heads: int,
     eps: float,
     norm_eps: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     ledger = _ledger(bank)
     plan = ledger.plan
     again = ledger.enter_site(site)
     source = source.contiguous()
     output = torch.empty_like(source)
-    output_factor = source.new_empty(source.shape[0], dtype=torch.float32)
+    normed = source.new_empty(0) if gain is None else torch.empty_like(source)
+    output_factor = source.new_empty(0 if gain is None else source.shape[0], dtype=torch.float32)
     group = plan.forward_group(site)
     older = plan.rows_before(group.start)
     partial = partial_lse = None
@@ -243,6 +226,8 @@ def _site(
         query_SD=query,
         lse_STH=lse,
         output_TD=output,
+        gain_D=gain,
+        normed_TD=normed,
         output_factor_T=output_factor,
         partial_TD=partial,
         partial_lse_TH=partial_lse,
@@ -252,16 +237,18 @@ def _site(
         eps=eps,
         output_eps=norm_eps,
     )
-    return torch.empty_like(token), output, output_factor
+    return torch.empty_like(token), output, normed, output_factor
 
 
 @_site.register_fake
 def _site_fake(
     token: Tensor, source: Tensor, bank: Tensor, factor: Tensor, lse: Tensor, query: Tensor, gain: Tensor | None,
     site: int, heads: int, eps: float, norm_eps: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     output = torch.empty_like(source, memory_format=torch.contiguous_format)
-    return torch.empty_like(token), output, source.new_empty(source.shape[0], dtype=torch.float32)
+    normed = source.new_empty(0) if gain is None else torch.empty_like(output)
+    factor_size = 0 if gain is None else source.shape[0]
+    return torch.empty_like(token), output, normed, source.new_empty(factor_size, dtype=torch.float32)
 
 
 @torch.library.custom_op(
@@ -322,9 +309,9 @@ def _site_backward_fake(
     return torch.empty_like(token_gradient), torch.empty_like(output), gain_gradient
 
 
-def _site_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+def _site_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor, Tensor]) -> None:
     _, source, bank, factor, lse, query, gain, site, heads, eps, _ = inputs
-    _, mixed, mixed_factor = output
+    _, mixed, _, mixed_factor = output
     # With blocks of 1 the source itself stays in its bank row; fewer slots than sites means blocks.
     kept = source if bank.shape[0] <= query.shape[0] else None
     ctx.save_for_backward(mixed, mixed_factor, kept, bank, factor, lse, query, gain)
@@ -333,9 +320,10 @@ def _site_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor,
 
 
 def _site_backward_formula(
-    ctx: Any, token_gradient: Tensor, incoming: Tensor, _factor_gradient: Tensor
+    ctx: Any, token_gradient: Tensor, mixed_gradient: Tensor, normed_gradient: Tensor, _factor_gradient: Tensor
 ) -> tuple[Tensor | None, ...]:
     saved = ctx.saved_tensors
+    incoming = mixed_gradient if ctx.gain_dtype is None else normed_gradient
     token, source, gain = torch.ops.isoloss.bank_site_backward(
         token_gradient, incoming, *saved, ctx.site, ctx.heads, ctx.eps
     )
@@ -370,6 +358,10 @@ class _BackwardStep:
                 sites = range(start, min(start + MAX_GROUP_SITES, outside.stop))
                 self.grouped(group, sites, ledger.partial_KTD, ledger.radial_KTH, add=start > outside.start)
         local = site - group.start
+        shape = (len(group), len(group), *self.lse.shape[1:])
+        if plan.group > 1 and site == group.stop - 1:
+            ledger.coefficient_KMTH = self.bank.new_empty(shape)
+        coefficients = ledger.coefficient_KMTH
         self.single(
             value_TD=self.bank[site],
             factor_T=self.factor[site],
@@ -377,7 +369,20 @@ class _BackwardStep:
             partial_TD=ledger.partial_KTD[local] if outside and ledger.partial_KTD is not None else None,
             radial_TH=ledger.radial_KTH[local] if outside and ledger.radial_KTH is not None else None,
             result_TD=result_TD,
+            coefficient_MTH=None if coefficients is None else coefficients[local, local:],
         )
+        if coefficients is not None and site == group.start:
+            source_step, site_step, token_step, head_step = coefficients.stride()
+            query_gradient(
+                coefficient=coefficients,
+                steps=(token_step, head_step, site_step, source_step),
+                value_KTD=self.bank[group.start : group.stop],
+                result_PSD=self.query_gradient,
+                sites=group,
+                heads=self.lse.shape[-1],
+                triangle=True,
+            )
+            ledger.coefficient_KMTH = None
 
     def block(self, site: int, source_TD: Tensor | None, result_TD: Tensor) -> None:
         """Larger blocks: a running sum is read by its own site alone, a finished one by all later sites."""
@@ -427,10 +432,13 @@ class _BackwardStep:
         partial_TD: Tensor | None,
         radial_TH: Tensor | None,
         result_TD: Tensor,
+        coefficient_MTH: Tensor | None = None,
     ) -> None:
-        """Gradient of one source over some sites, and those sites' query gradients from it."""
+        """Gradient of one source over some sites, and those sites' query gradients unless coefficients are to be kept."""
         slot = self.ledger.plan.gradient_slot(sites.start)
-        coefficient_MTH = self.bank.new_empty((len(sites), *self.lse.shape[1:]))
+        keep = coefficient_MTH is not None
+        if coefficient_MTH is None:
+            coefficient_MTH = self.bank.new_empty((len(sites), *self.lse.shape[1:]))
         gather(
             value_TD=value_TD,
             value_factor_T=factor_T,
@@ -445,6 +453,8 @@ class _BackwardStep:
             sites=sites,
             eps=self.eps,
         )
+        if keep:
+            return
         site_step, token_step, head_step = coefficient_MTH.stride()
         query_gradient(
             coefficient=coefficient_MTH,

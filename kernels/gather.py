@@ -120,14 +120,14 @@ def _gather_kernel(
         if REST > 0:
             square += tl.sum(value_rest * value_rest, 1)
         factor = 1.0 / tl.sqrt_rn(tl.sum(square, 0) / D + eps)
+    # The partial result is added after the loop, so that its load is in flight together with the first rows.
+    result = tl.zeros([HP, MAIN], tl.float32)
+    if REST > 0:
+        result_rest = tl.zeros([HP, REST], tl.float32)
     if PARTIAL:
-        result = load_tile(partial_ptr + token * D, main, main_mask, MASKED).to(tl.float32)
+        partial = load_tile(partial_ptr + token * D, main, main_mask, MASKED)
         if REST > 0:
-            result_rest = load_tile(partial_ptr + token * D, rest, rest_mask, REST_MASKED).to(tl.float32)
-    else:
-        result = tl.zeros([HP, MAIN], tl.float32)
-        if REST > 0:
-            result_rest = tl.zeros([HP, REST], tl.float32)
+            partial_rest = load_tile(partial_ptr + token * D, rest, rest_mask, REST_MASKED)
     if RADIAL:
         radial = tl.load(partial_radial_ptr + token * H + head, mask=head_mask, other=0.0)
     else:
@@ -161,6 +161,10 @@ def _gather_kernel(
         query_row_ptr += D
         score_ptr += num_tokens.to(tl.int64) * H
         coefficient_row_ptr += num_tokens.to(tl.int64) * H
+    if PARTIAL:
+        result += partial.to(tl.float32)
+        if REST > 0:
+            result_rest += partial_rest.to(tl.float32)
     radial = tl.where(head_mask, radial, 0.0)
     along_value = factor * factor / D * tl.sum(radial, 0)
     store_tile(result_ptr + token * D, main, result - along_value * value, main_mask, MASKED)
@@ -288,6 +292,7 @@ def _query_gradient_kernel(
     REST: tl.constexpr,
     SITES: tl.constexpr,
     PAIRS: tl.constexpr,
+    TRIANGLE: tl.constexpr,
     STAGES: tl.constexpr,
     EXACT: tl.constexpr,
 ):
@@ -312,10 +317,11 @@ def _query_gradient_kernel(
         inside = index < num_pairs
         token = (first_token + index // num_sources).to(tl.int64)
         source = (index % num_sources).to(tl.int64)
+        wanted = site_mask[:, None] & inside[None, :]
+        if TRIANGLE:
+            wanted = wanted & (site[:, None] >= source[None, :])
         coefficient = tl.load(
-            coefficient_row_ptr[:, None] + (token * token_step + source * source_step)[None, :],
-            mask=site_mask[:, None] & inside[None, :],
-            other=0.0,
+            coefficient_row_ptr[:, None] + (token * token_step + source * source_step)[None, :], mask=wanted, other=0.0
         )
         row = (source * row_stride + token * D)[:, None]
         value = tl.load(value_ptr + row + main[None, :], mask=inside[:, None], other=0.0)
@@ -476,11 +482,19 @@ def gather_group(
 
 
 def query_gradient(
-    *, coefficient: Tensor, steps: tuple[int, int, int, int], value_KTD: Tensor, result_PSD: Tensor, sites: range, heads: int
+    *,
+    coefficient: Tensor,
+    steps: tuple[int, ...],
+    value_KTD: Tensor,
+    result_PSD: Tensor,
+    sites: range,
+    heads: int,
+    triangle: bool = False,
 ) -> None:
     """Add ``sum over tokens and sources of dz r v`` to the rows ``sites`` of every split of ``result_PSD``.
 
-    ``steps`` are the strides of ``coefficient`` along (token, head, site, source). Split p owns a fixed span of tokens,
+    ``steps`` are the strides of ``coefficient`` along (token, head, site, source); with ``triangle`` only pairs whose
+    site is not older than their source count, both counted from their first. Split p owns a fixed span of tokens,
     so that the order of summation never changes.
     """
     num_sources, num_tokens, width = value_KTD.shape
@@ -506,6 +520,7 @@ def query_gradient(
         REST=tile.rest,
         SITES=side,
         PAIRS=pairs,
+        TRIANGLE=triangle,
         STAGES=stages,
         EXACT=is_exact(value_KTD.dtype),
         num_warps=warps,
@@ -513,20 +528,23 @@ def query_gradient(
 
 
 def _receive_tuning(num_tokens: int, width: int) -> tuple[int, int, int]:
-    """Tokens a program, warps and pipeline stages of :func:`receive`; measurements in NOTES.md."""
-    return max(1, triton.cdiv(num_tokens, 1056)), (4 if width >= 1024 else 2), 2
+    """Tokens a program, warps and pipeline stages of :func:`receive` that measured best on an H200 (NOTES.md)."""
+    return max(1, triton.cdiv(num_tokens, 1024)), (2 if width <= 512 else 4 if width <= 1024 else 8), 3
 
 
 def _gather_tuning(width: int) -> tuple[int, int]:
-    """Warps and pipeline stages of :func:`gather`; measurements in NOTES.md."""
-    return (1 if width <= 2048 else 4), 3
+    """Warps and pipeline stages of :func:`gather` that measured best on an H200 (NOTES.md)."""
+    return (1 if width <= 2048 else 4), (4 if width > 1280 else 3)
 
 
 def _gather_group_tuning(head_width: int, sites: int) -> tuple[int, int, int]:
-    """Tokens a program, warps and pipeline stages of :func:`gather_group`; measurements in NOTES.md."""
-    return 8, 4, 1
+    """Tokens a program, warps and pipeline stages of :func:`gather_group` that measured best on an H200 (NOTES.md)."""
+    if sites * head_width <= 4096:
+        return 8, 1, 2
+    return 16, (4 if head_width & (head_width - 1) == 0 else 2), 2
 
 
 def _query_gradient_tuning(head_width: int, sites: int) -> tuple[int, int, int, int]:
-    """Sites and pairs of a tile, warps and pipeline stages of :func:`query_gradient`; measurements in NOTES.md."""
-    return (16 if sites <= 16 else 32 if sites <= 32 else 64), 64, 4, 3
+    """Sites and pairs of a tile, warps and stages of :func:`query_gradient` that measured best (NOTES.md)."""
+    side = 16 if sites <= 16 else 32 if sites <= 32 else 64
+    return side, (128 if head_width <= 64 or side == 64 else 64), 8, 2

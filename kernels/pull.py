@@ -31,6 +31,8 @@ def _pull_kernel(
     lse_ptr,  # (S, T, H) float32; holds the partial's on entry
     partial_lse_ptr,  # (T, H) float32
     output_ptr,  # (T, D)
+    gain_ptr,  # (D,)
+    normed_ptr,  # (T, D) RMSNorm of the output with the gain
     output_factor_ptr,  # (T,) float32 RMS factor of the output
     first_row,
     last_row,
@@ -42,6 +44,7 @@ def _pull_kernel(
     output_eps,
     WRITE: tl.constexpr,
     PARTIAL: tl.constexpr,
+    NORM: tl.constexpr,
     H: tl.constexpr,
     HP: tl.constexpr,
     C: tl.constexpr,
@@ -66,44 +69,23 @@ def _pull_kernel(
     query_row = query_ptr + site * D
     lse_row = lse_ptr + (site * num_tokens + token) * H
 
+    # These loads are issued before the loop and used after it, so that they are in flight together with its first rows.
     query = load_tile(query_row, main, main_mask, MASKED).to(tl.float32)
-    mixed = load_tile(source_ptr + token * D, main, main_mask, MASKED).to(tl.float32)
-    square = tl.sum(mixed * mixed, 1)
-    score = tl.sum(mixed * query, 1)
+    newest = load_tile(source_ptr + token * D, main, main_mask, MASKED)
     if REST > 0:
         query_rest = load_tile(query_row, rest, rest_mask, REST_MASKED).to(tl.float32)
-        mixed_rest = load_tile(source_ptr + token * D, rest, rest_mask, REST_MASKED).to(tl.float32)
-        square += tl.sum(mixed_rest * mixed_rest, 1)
-        score += tl.sum(mixed_rest * query_rest, 1)
-    factor = 1.0 / tl.sqrt_rn(tl.sum(square, 0) / D + eps)
-    top = score * factor
-    total = tl.full([HP], 1.0, tl.float32)
-    newest = mixed
-    if REST > 0:
-        newest_rest = mixed_rest
-
+        newest_rest = load_tile(source_ptr + token * D, rest, rest_mask, REST_MASKED)
     if PARTIAL:
-        other = load_tile(partial_ptr + token * D, main, main_mask, MASKED).to(tl.float32)
-        other_lse = tl.load(partial_lse_ptr + token * H + head, mask=head_mask, other=0.0)
-        new_top = tl.maximum(top, other_lse)
-        keep = tl.exp(top - new_top)
-        share = tl.exp(other_lse - new_top)
-        mixed = mixed * keep[:, None] + other * share[:, None]
+        older = load_tile(partial_ptr + token * D, main, main_mask, MASKED)
+        older_lse = tl.load(partial_lse_ptr + token * H + head, mask=head_mask, other=0.0)
         if REST > 0:
-            other_rest = load_tile(partial_ptr + token * D, rest, rest_mask, REST_MASKED).to(tl.float32)
-            mixed_rest = mixed_rest * keep[:, None] + other_rest * share[:, None]
-        total = keep + share
-        top = new_top
-        # The partial may live in the row that the newest source is about to overwrite.
-        tl.debug_barrier()
+            older_rest = load_tile(partial_ptr + token * D, rest, rest_mask, REST_MASKED)
 
-    if WRITE:
-        write_row = write_row.to(tl.int64)
-        store_tile(bank_ptr + write_row * row_stride + token * D, main, newest, main_mask, MASKED)
-        if REST > 0:
-            store_tile(bank_ptr + write_row * row_stride + token * D, rest, newest_rest, rest_mask, REST_MASKED)
-        tl.store(factor_ptr + write_row * num_tokens + token, factor)
-
+    top = tl.full([HP], float("-inf"), tl.float32)
+    total = tl.zeros([HP], tl.float32)
+    mixed = tl.zeros([HP, MAIN], tl.float32)
+    if REST > 0:
+        mixed_rest = tl.zeros([HP, REST], tl.float32)
     row_ptr = bank_ptr + first_row.to(tl.int64) * row_stride + token * D
     row_factor_ptr = factor_ptr + first_row.to(tl.int64) * num_tokens + token
     for _ in tl.range(first_row, last_row, num_stages=STAGES):
@@ -124,15 +106,57 @@ def _pull_kernel(
         row_ptr += row_stride
         row_factor_ptr += num_tokens
 
+    wide = newest.to(tl.float32)
+    square = tl.sum(wide * wide, 1)
+    score = tl.sum(wide * query, 1)
+    if REST > 0:
+        wide_rest = newest_rest.to(tl.float32)
+        square += tl.sum(wide_rest * wide_rest, 1)
+        score += tl.sum(wide_rest * query_rest, 1)
+    factor = 1.0 / tl.sqrt_rn(tl.sum(square, 0) / D + eps)
+    score *= factor
+    new_top = tl.maximum(top, score)
+    if PARTIAL:
+        new_top = tl.maximum(new_top, older_lse)
+    keep = tl.exp(top - new_top)
+    share = tl.exp(score - new_top)
+    total = total * keep + share
+    mixed = mixed * keep[:, None] + wide * share[:, None]
+    if REST > 0:
+        mixed_rest = mixed_rest * keep[:, None] + wide_rest * share[:, None]
+    if PARTIAL:
+        older_share = tl.exp(older_lse - new_top)
+        total += older_share
+        mixed += older.to(tl.float32) * older_share[:, None]
+        if REST > 0:
+            mixed_rest += older_rest.to(tl.float32) * older_share[:, None]
+        # The partial result may live in the row that the newest source is about to overwrite.
+        tl.debug_barrier()
+    top = new_top
+    if WRITE:
+        write_row = write_row.to(tl.int64)
+        store_tile(bank_ptr + write_row * row_stride + token * D, main, newest, main_mask, MASKED)
+        if REST > 0:
+            store_tile(bank_ptr + write_row * row_stride + token * D, rest, newest_rest, rest_mask, REST_MASKED)
+        tl.store(factor_ptr + write_row * num_tokens + token, factor)
+
     mixed = mixed / total[:, None]
-    square = tl.sum(mixed * mixed, 1)
     store_tile(output_ptr + token * D, main, mixed, main_mask, MASKED)
     if REST > 0:
         mixed_rest = mixed_rest / total[:, None]
-        square += tl.sum(mixed_rest * mixed_rest, 1)
         store_tile(output_ptr + token * D, rest, mixed_rest, rest_mask, REST_MASKED)
     tl.store(lse_row + head, top + tl.log(total), mask=head_mask)
-    tl.store(output_factor_ptr + token, 1.0 / tl.sqrt_rn(tl.sum(square, 0) / D + output_eps))
+    if NORM:
+        square = tl.sum(mixed * mixed, 1)
+        if REST > 0:
+            square += tl.sum(mixed_rest * mixed_rest, 1)
+        output_factor = 1.0 / tl.sqrt_rn(tl.sum(square, 0) / D + output_eps)
+        tl.store(output_factor_ptr + token, output_factor)
+        gain = load_tile(gain_ptr, main, main_mask, MASKED).to(tl.float32)
+        store_tile(normed_ptr + token * D, main, mixed * output_factor * gain, main_mask, MASKED)
+        if REST > 0:
+            gain_rest = load_tile(gain_ptr, rest, rest_mask, REST_MASKED).to(tl.float32)
+            store_tile(normed_ptr + token * D, rest, mixed_rest * output_factor * gain_rest, rest_mask, REST_MASKED)
 
 
 @triton.jit(do_not_specialize=["num_rows", "first_site", "num_sites", "num_tokens"])
@@ -246,6 +270,8 @@ def pull(
     query_SD: Tensor,
     lse_STH: Tensor,
     output_TD: Tensor,
+    gain_D: Tensor | None,
+    normed_TD: Tensor,
     output_factor_T: Tensor,
     partial_TD: Tensor | None,
     partial_lse_TH: Tensor | None,
@@ -257,8 +283,8 @@ def pull(
 ) -> None:
     """Route one site over its newest source, bank ``rows``, and the partial result of older ones if given.
 
-    Writes the source and its RMS factor into ``write_row`` (unless None), the mix into ``output_TD``, the RMS factor
-    of the mix into ``output_factor_T`` and the site's row of ``lse_STH``.
+    Writes the source and its RMS factor into ``write_row`` (unless None), the mix into ``output_TD`` and the site's
+    row of ``lse_STH``; with a gain also ``RMSNorm(mix) * gain`` into ``normed_TD`` and its factor.
     """
     num_tokens, width = source_TD.shape
     tile = head_tile(width, lse_STH.shape[-1])
@@ -272,6 +298,8 @@ def pull(
         lse_STH,
         partial_lse_TH if partial_lse_TH is not None else lse_STH,
         output_TD,
+        normed_TD if gain_D is None else gain_D,
+        normed_TD,
         output_factor_T,
         rows.start,
         rows.stop,
@@ -283,6 +311,7 @@ def pull(
         output_eps,
         WRITE=write_row is not None,
         PARTIAL=partial_TD is not None,
+        NORM=gain_D is not None,
         H=tile.heads,
         HP=tile.padded_heads,
         C=tile.head_width,
@@ -337,10 +366,10 @@ def pull_group(
 
 
 def _pull_tuning(width: int) -> tuple[int, int]:
-    """Warps and pipeline stages of :func:`pull`; measurements in NOTES.md."""
-    return (1 if width <= 4096 else 4), 3
+    """Warps and pipeline stages of :func:`pull` that measured best on an H200 (NOTES.md)."""
+    return (1 if width <= 1280 else 2 if width <= 4096 else 4), (3 if width <= 512 else 4)
 
 
 def _group_tuning(head_width: int, rows: int) -> tuple[int, int, int]:
-    """Tokens a program, warps and pipeline stages of :func:`pull_group`; measurements in NOTES.md."""
-    return 8, (4 if head_width * rows >= 4096 else 2), 2
+    """Tokens a program, warps and pipeline stages of :func:`pull_group` that measured best on an H200 (NOTES.md)."""
+    return (4, 1, 3) if rows <= 32 else (16, 2, 3)

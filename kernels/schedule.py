@@ -2,16 +2,15 @@
 
 Pure bookkeeping between the routing kernels and the operators of :mod:`scaling.kernels.bank`; no kernel is launched here.
 
-The bank holds one row a source. Site s reads the rows written before it and its own newest source. The row of a source
-is dead once its gradient is done, and the gradient G of the site before it appears right after: it takes that row's
-place, so that a forward and backward pass need one row more than there are sources.
+The bank holds one row a source. Site s reads the rows written before it and its own newest source. In backward, the rows
+of a group of sources are dead once the gradients of the group are done, and the gradients G of the sites before them
+appear right after: they take those rows' places, so that both passes need only a group more rows than sources.
 """
 
 from __future__ import annotations
 
 import dataclasses
 
-import torch
 from torch import Tensor
 
 from scaling.errors import KernelError
@@ -54,7 +53,12 @@ class Plan:
     @property
     def num_slots(self) -> int:
         """Rows of the bank with those for partial results and gradients."""
-        return self.num_rows + (1 if self.block == 1 else self.block)
+        return self.num_rows + (self.shift if self.block == 1 else self.block)
+
+    @property
+    def shift(self) -> int:
+        """With blocks of 1: rows between a source and the G that takes its place, as many as the largest group has."""
+        return 1 if self.group == 1 else max(self.group, len(self.backward_group(0)))
 
     def write_row(self, site: int) -> int | None:
         """Row that takes the site's newest source, or None if it is a running sum that later sites do not see."""
@@ -115,7 +119,7 @@ class Plan:
 
     def gradient_slot(self, site: int) -> int:
         """Row that holds G of a site."""
-        return site + 1 if self.block == 1 else self.num_rows + site - self.block_sites(site).start
+        return site + self.shift if self.block == 1 else self.num_rows + site - self.block_sites(site).start
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
@@ -130,6 +134,7 @@ class Ledger:
     frontier: int = dataclasses.field(init=False)
     delta_STH: Tensor | None = None
     query_gradient_PSD: Tensor | None = None
+    coefficient_KMTH: Tensor | None = None
     partial_KTD: Tensor | None = None
     radial_KTH: Tensor | None = None
 
@@ -195,10 +200,12 @@ class Ledger:
                 "run the forward pass again"
             )
         gradient_SD = self.query_gradient_PSD.sum(0)
-        self.query_gradient_PSD = self.delta_STH = self.partial_KTD = self.radial_KTH = None
+        self.query_gradient_PSD = self.delta_STH = self.coefficient_KMTH = self.partial_KTD = self.radial_KTH = None
         return gradient_SD
 
 
-def grouping(head_width: int, dtype: torch.dtype) -> int:
-    """Group size that measured best: 8, or 1 where a head is too wide for one tensor-core tile (see NOTES.md)."""
-    return 8 if head_width <= 256 else 1
+def grouping(num_sites: int, head_width: int) -> int:
+    """Group size that measured best, or 1 where a head is too wide for one tensor-core tile (see NOTES.md)."""
+    if head_width > 256:
+        return 1
+    return 6 if num_sites <= 32 else 8

@@ -43,11 +43,11 @@ class GroupedAttention(Attention):
     def forward(self, h_BTD: tuple[Tensor, ...], context: Context) -> Tensor:  # type: ignore[override]
         groups = len(h_BTD)
         x_BTD = [self.norm(group) for group in h_BTD]
-        projected = (
+        query, key, value = (
             torch.cat([F.linear(x, part) for x, part in zip(x_BTD, weight.chunk(groups), strict=True)], dim=-1)
             for weight in (self.query.weight, self.key.weight, self.value.weight)
         )
-        return self.attend(*projected, context)
+        return self.attend(query, key, value, context)
 
 
 class ScoreAttention(Attention):

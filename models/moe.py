@@ -44,7 +44,7 @@ class Experts(nn.Module):
             hidden = F.silu(_grouped(x_nD, self.gate_EFD, ends_E)) * _grouped(x_nD, self.up_EFD, ends_E)
             return _grouped(hidden, self.down_EDF, ends_E)
         outs = []
-        for e, rows in enumerate(x_nD.split(counts_E.tolist())):
+        for e, rows in enumerate(torch.split(x_nD, counts_E.tolist())):
             hidden = F.silu(F.linear(rows, self.gate_EFD[e])) * F.linear(rows, self.up_EFD[e])
             outs.append(F.linear(hidden, self.down_EDF[e]))
         return torch.cat(outs)
@@ -92,8 +92,10 @@ class MoE(nn.Module):
         out_nD = (out_nkD * weights_nk.unsqueeze(-1).to(out_nkD.dtype)).sum(dim=1)
         if self.training:
             self.load_E = counts_E if self.load_E is None else self.load_E + counts_E
-        out_BTD = out_nD.view_as(h_BTD)
-        return out_BTD if self.shared is None else out_BTD + self.shared(x_BTD)
+        out_BTD: Tensor = out_nD.view_as(h_BTD)
+        if self.shared is not None:
+            out_BTD = out_BTD + self.shared(x_BTD)
+        return out_BTD
 
     def _route(self, x_nD: Tensor) -> tuple[Tensor, Tensor]:
         """Chosen experts (n, k) and their weights (n, k), in float32 at least."""

@@ -8,6 +8,7 @@ Shapes: B batch, T time, D model width, V vocabulary.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Final, cast
 
@@ -67,6 +68,7 @@ class Transformer(nn.Module):
             for index in range(config.num_layers)
         )
         self.residual.adapt(self.sublayers())
+        self._load_LE: Tensor | None = None  # tokens by layer and expert in the last step
         self.norm = RMSNorm(config.d_model, eps=config.norm_eps) if self.residual.final_norm else nn.Identity()
 
     @property
@@ -117,33 +119,34 @@ class Transformer(nn.Module):
         """Feed-forwards of experts in order, none on a dense backbone."""
         return (module for module in self.modules() if isinstance(module, MoE))
 
-    def after_step(self, reduce: Callable[[Tensor], Tensor] | None = None) -> dict[str, float]:
-        """Move the routers' biases; call it after every optimiser step.
+    @torch.no_grad()
+    def after_step(self, sum_: Callable[[Tensor], None] | None = None) -> None:
+        """Move the routers' biases; call it after every optimiser step. Does nothing on a dense backbone.
 
         Parameters
         ----------
-        reduce
-            Sums a tensor over all processes that train the model; ``None`` where there is one.
-
-        Returns
-        -------
-        dict of str to float
-            The step's load over all layers and processes, empty on a dense backbone: ``moe/load_max`` and
-            ``moe/load_min`` (tokens of the fullest and emptiest expert over the mean), ``moe/load_entropy`` (of the
-            load's distribution over its maximum, 1 = even), ``moe/dropped`` (tokens that no expert took: always 0).
+        sum_
+            Sums a tensor over all processes that train the model, in place; ``None`` where there is one.
         """
-        loads = []
-        for mlp in self.mixtures():
-            if mlp.load_E is None:
-                continue  # nothing went through since the last call
-            load_E = reduce(mlp.load_E) if reduce is not None else mlp.load_E
+        used = [mlp for mlp in self.mixtures() if mlp.load_E is not None]
+        if not used:
+            return
+        load_LE = torch.stack([mlp.load_E for mlp in used if mlp.load_E is not None])
+        if sum_ is not None:
+            sum_(load_LE)
+        for mlp, load_E in zip(used, load_LE, strict=True):
             mlp.update_bias(load_E)
-            loads.append(load_E.double())
-        return _load_statistics(torch.stack(loads)) if loads else {}
+        self._load_LE = load_LE
 
     def statistics(self) -> dict[str, float]:
-        """Figures about the residual method's parameters for the journal, names ``route/...``."""
-        return self.residual.statistics()
+        """Figures for the journal.
+
+        ``route/...`` are about the residual method's parameters. With experts, of the last step over all layers and
+        processes: ``moe/load_max`` and ``moe/load_min`` (tokens of the fullest and emptiest expert over the mean),
+        ``moe/load_entropy`` (of the load over its maximum; 1 = even), ``moe/dropped`` (tokens that no expert took).
+        """
+        routing = self.residual.statistics()
+        return routing if self._load_LE is None else {**routing, **_load_statistics(self._load_LE.double())}
 
     def connection_parameters(self) -> set[str]:
         """Names (as in ``named_parameters``) of the residual method's own parameters."""
@@ -153,11 +156,11 @@ class Transformer(nn.Module):
 
 def _load_statistics(load_LE: Tensor) -> dict[str, float]:
     share_LE = load_LE / load_LE.sum(dim=-1, keepdim=True)
-    entropy_L = -(share_LE * share_LE.clamp_min(1e-300).log()).sum(dim=-1)
-    relative_LE = share_LE * load_LE.shape[-1]
+    experts = share_LE.shape[-1]
+    entropy_L = torch.special.entr(share_LE).sum(dim=-1)
     return {
-        "moe/load_max": float(relative_LE.max()),
-        "moe/load_min": float(relative_LE.min()),
-        "moe/load_entropy": float(entropy_L.mean()) / max(1e-9, torch.log(torch.tensor(load_LE.shape[-1])).item()),
-        "moe/dropped": 0.0,
+        "moe/load_max": float(share_LE.max()) * experts,
+        "moe/load_min": float(share_LE.min()) * experts,
+        "moe/load_entropy": float(entropy_L.mean()) / math.log(experts) if experts > 1 else 1.0,
+        "moe/dropped": 0.0,  # there is no capacity: every choice is computed
     }

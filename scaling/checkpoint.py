@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch.distributed as dist
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -165,8 +166,9 @@ class Checkpoints:
             for name, tensors in weights.items():
                 save_file(dict(tensors), beside / f"{name}.safetensors")
             _replace_folder(beside, final)
-        except OSError as error:
-            raise CheckpointError(f"{final}: cannot be written ({error.strerror}); free space and run again") from None
+        except (OSError, SafetensorError) as error:
+            shutil.rmtree(beside, ignore_errors=True)
+            raise CheckpointError(f"{final}: cannot be written ({_cause(error)}); free space and run again") from None
 
     def prune(self, keep: int | None = None) -> None:
         """Remove all but the latest ``keep`` and the permanent checkpoints."""

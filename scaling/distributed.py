@@ -183,6 +183,12 @@ def synchronise_gradients(module: nn.Module, enabled: bool) -> None:
         cast(Any, module).set_requires_gradient_sync(enabled)
 
 
+def forget_gathered(module: nn.Module) -> None:
+    """Drop whole weights that FSDP2 still holds from an evaluation, after shards were changed under it."""
+    if hasattr(module, "reshard"):
+        cast(Any, module).reshard()
+
+
 def as_sharded(tensor: Tensor) -> DTensor | None:
     """The tensor, typed, if it is spread over processes."""
     return cast("DTensor", tensor) if hasattr(tensor, "device_mesh") else None

@@ -188,9 +188,10 @@ def _create(folder: Path, number: int) -> Holder | None:
     try:
         folder.mkdir(exist_ok=True)
         _write(beside, own)
-        os.link(beside, folder / _name(number))
-    except FileExistsError:
-        return None
+        try:
+            os.link(beside, folder / _name(number))
+        except FileExistsError:
+            return None
     except OSError as error:
         raise LeaseError(
             f"{folder}: cannot be written ({error.strerror}); free space or choose another --out"

@@ -7,10 +7,11 @@ evaluation, then a checkpoint, then the question whether to leave.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +22,7 @@ from scaling import precision
 from scaling.accounting import count_flops
 from scaling.checkpoint import EMA, MODEL, Checkpoint, Checkpoints, Entry
 from scaling.config.tree import RunConfig
-from scaling.distributed import World, prepare, synchronise_gradients, wrap
+from scaling.distributed import World, forget_gathered, prepare, synchronise_gradients, wrap
 from scaling.evaluate import Evaluation, Evaluator, advice
 from scaling.feed import Feed
 from scaling.loader import Loader
@@ -180,6 +181,7 @@ class Loop:
             total = loss if total is None else total + loss
         assert total is not None, "a step has at least one micro-batch"
         norm = self.optimizer.update(learning_rate(self.config.schedule, self.config.optimizer.lr, self.step))
+        self.transformer.after_step(self.world.sum_)
         self._meter.take(total / num_targets, norm)
         self.step += 1
 
@@ -220,7 +222,7 @@ class Loop:
                 evaluation = self.evaluator.run(self.module, self.step, lambda: self.world.any(STOP.requested))
                 metrics = {} if evaluation is None else evaluation.metrics()
                 if evaluation is not None and self.optimizer.ema:
-                    with self.optimizer.averaged():
+                    with self.averaged():
                         averaged = self.evaluator.run(self.module, self.step, lambda: self.world.any(STOP.requested))
                     if averaged is None:
                         return True
@@ -240,6 +242,16 @@ class Loop:
         self._write(self.step, metrics)
         self.final |= metrics
         return False
+
+    @contextlib.contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Within, the model has the moving average for weights."""
+        try:
+            with self.optimizer.averaged():
+                forget_gathered(self.module)
+                yield
+        finally:
+            forget_gathered(self.module)
 
     def _save_if_due(self, checkpoints: Checkpoints, *, leaving: bool) -> None:
         settings = self.config.run

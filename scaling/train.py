@@ -196,7 +196,7 @@ class _Attempt:
         if config.run.save_weights:
             weights = {"model": _whole(loop.transformer.state_dict())}
             if loop.optimizer.ema:
-                with loop.optimizer.averaged():
+                with loop.averaged():
                     weights["ema"] = _whole(loop.transformer.state_dict())
             if world.is_first:
                 self._guard()

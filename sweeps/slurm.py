@@ -80,6 +80,8 @@ class Slurm:
 
     def queue(self, names: Sequence[str]) -> dict[str, JobView]:
         """Every job of these names that squeue still knows, by id (``12_3`` for array tasks); one query."""
+        if not names:
+            return {}
         lines = self.text("squeue", "-h", "-a", "-r", "-t", "all", "-u", self.user, "--name", ",".join(names),
                           "-o", "%i|%T|%r|%N|%j|%M")  # fmt: skip
         views = {}

@@ -153,6 +153,9 @@ class Submitter:
         why = ""
         while left:
             array = left.pop(0)
+            if len(array.tasks) > width:
+                left[:0] = cut([array], width)
+                continue
             if free is not None and free < 1:
                 why = f"{limit} jobs in the queue are allowed"
                 left.insert(0, array)
@@ -167,7 +170,7 @@ class Submitter:
                 if any(word in str(error) for word in _FULL):
                     why = str(error)
                     if len(array.tasks) > 1:  # a limit that could not be read: find it by halving
-                        free = len(array.tasks) // 2
+                        width = len(array.tasks) // 2
                         left.insert(0, array)
                         continue
                     left.insert(0, array)
@@ -216,12 +219,14 @@ class Submitter:
                 array.resources,
                 self.site,
                 name=ledger.job_name(token),
-                throttle=self.plan.spec.throttle,
+                throttle=lane.throttle,
                 code=code.resolve() if code is not None else None,
-                dependency=self.dependency,
+                dependency=lane.dependency(self.dependency),
             )
             ledger.intend(
-                token, [[run.key for run in task] for task in array.tasks], {"time_s": array.resources.time_s}
+                token,
+                [[run.key for run in task] for task in array.tasks],
+                {"time_s": array.resources.time_s, "throttle": lane.throttle},
             )
             for task in array.tasks:
                 for run in task:

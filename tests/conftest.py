@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.quickstart import Calls, make
+
 ROOT = Path(__file__).resolve().parent.parent
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -30,3 +32,9 @@ def shared() -> Path:
     if not path.is_dir():
         missing(f"the shared folder {path}")
     return path
+
+
+@pytest.fixture(scope="session")
+def quickstart_calls(tmp_path_factory: pytest.TempPathFactory) -> Calls:
+    """A quickstart that was broken off once and then finished; minutes, so only for tests marked slow."""
+    return make(tmp_path_factory.mktemp("quickstart") / "out")

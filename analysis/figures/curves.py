@@ -13,6 +13,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.patheffects import withStroke
 
 from scaling.analysis.digits import speedup as speedup_text
 from scaling.analysis.figures import style
@@ -29,6 +30,7 @@ AXES: Final = {
 }
 _MOST_ARROW_METHODS: Final = 4
 _MOST_END_LABELS: Final = 8
+_MOST_VECTOR_POINTS: Final = 600  # beyond, points are drawn as pixels: thousands of shapes make a page slow
 
 
 def scaling_curves(
@@ -122,6 +124,7 @@ def _arrow(axis: Axes, found: Speedup, color: str, place: int) -> None:
         color=color,
         fontsize=8,
         fontweight="bold",
+        path_effects=[withStroke(linewidth=2.5, foreground=style.PAPER)],
         zorder=6,
     )
 
@@ -151,6 +154,7 @@ def _differences(
             alpha=0.75,
             markeredgewidth=0,
             linestyle="none",
+            rasterized=len(runs) > _MOST_VECTOR_POINTS,
         )
         if method in curves:
             law = curves[method]

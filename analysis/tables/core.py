@@ -39,6 +39,8 @@ def runs(table: pd.DataFrame, *, title: str = "Runs") -> Table:
     columns = tuple(c for c in RUN_COLUMNS if c.key in table and (table[c.key].notna().any() or c.key in _ALWAYS))
     order = [key for key in ("val_loss", "run_key") if key in table]
     frame = table.sort_values(order, na_position="last") if order else table
+    if "n_params" in table and "size" in table:
+        frame = frame.assign(size_sort=frame["n_params"].astype("Float64"))
     seeds = table["seed"].nunique() if "seed" in table else 0
     caption = f"{_plural(len(table), 'run')}, {_plural(seeds, 'seed')}. Loss is the held-out loss at the last step."
     return Table(name="runs", title=title, caption=caption, columns=columns, frame=frame.reset_index(drop=True))
@@ -153,7 +155,7 @@ def seed_deltas(found: Sequence[Delta], *, baseline: str, dropped: int = 0) -> T
             Column(key="test", label="test"),
             Column(key="p", label="p", kind="number", digits=2),
             Column(key="p_adjusted", label="p, adjusted", kind="number", digits=2),
-            Column(key="smallest_p", label="smallest p by sign flips", kind="general"),
+            Column(key="smallest_p", label="smallest p by sign flips", kind="general", digits=2),
             Column(key="rho", label="pair correlation", kind="number", digits=2),
             Column(key="verdict", label="in words"),
         )

@@ -55,7 +55,7 @@ def markdown(table: Table) -> str:
 
 
 def latex(table: Table) -> str:
-    """A ``table`` environment with booktabs rules; the document needs ``\\usepackage{booktabs}`` and nothing else."""
+    """A ``table`` environment with booktabs rules; the document needs the packages booktabs and graphicx."""
     layout = "".join("r" if column.is_numeric else "l" for column in table.columns)
     head = " & ".join(latex_text(column.label) for column in table.columns) + r" \\"
     lines = [
@@ -68,40 +68,57 @@ def latex(table: Table) -> str:
         r"\centering\small",
         rf"\caption{{\textbf{{{latex_text(table.title)}.}} {latex_text(table.caption)}}}",
         rf"\label{{tab:{re.sub(r'[^a-z0-9-]', '-', table.name)}}}",
+        r"\resizebox{\ifdim\width>\textwidth\textwidth\else\width\fi}{!}{%",
         rf"\begin{{tabular}}{{{layout}}}",
         r"\toprule",
         head,
         r"\midrule",
         *lines,
         r"\bottomrule",
-        r"\end{tabular}",
+        r"\end{tabular}}",
         *notes,
         r"\end{table}",
     ]
     return "\n".join(body) + "\n"
 
 
-def html(table: Table, *, classes: str = "data", box: str = "scroll") -> str:
-    """A ``table`` element whose cells carry the unrounded number in ``data-v`` for sorting."""
+def html(table: Table, *, classes: str = "data", box: str = "scroll", first: int | None = None) -> str:
+    """A ``table`` element whose cells carry the unrounded number in ``data-v`` for sorting.
+
+    Parameters
+    ----------
+    classes, box
+        Classes of the table and of the box it scrolls in.
+    first
+        Rows to lay out; the others stand in a ``template`` that a script takes them from.
+    """
     escape = _html.escape
     head = "".join(
         f'<th scope="col"{" class=num" if column.is_numeric else ""}>{escape(column.label)}</th>'
         for column in table.columns
     )
-    rows = "\n".join("<tr>" + "".join(_html_cell(cell) for cell in row) + "</tr>" for row in table.rows())
+    rows = ["<tr>" + "".join(_html_cell(cell) for cell in row) + "</tr>" for row in table.rows()]
+    cut = len(rows) if first is None else first
+    name = escape(table.name)
+    rest = f'<template id="table-{name}-rest">' + "\n".join(rows[cut:]) + "</template>" if rows[cut:] else ""
+    told = f"<li>{cut:,} of {len(rows):,} rows; all are in {name}.csv.</li>" if rest else ""
     notes = "".join(f"<li>{escape(note)}</li>" for note in table.notes)
     return (
         f'<div class="{box}" tabindex="0" role="region" aria-label="{escape(table.title)}">'
-        f'<table class="{classes}" id="table-{escape(table.name)}">'
+        f'<table class="{classes}" id="table-{name}">'
         f"<caption><span><strong>{escape(table.title)}.</strong> {escape(table.caption)}</span></caption>"
-        f"<thead><tr>{head}</tr></thead>\n<tbody>\n{rows}\n</tbody></table></div>"
+        f"<thead><tr>{head}</tr></thead>\n<tbody>\n"
+        + "\n".join(rows[:cut])
+        + f"\n</tbody></table>{rest}</div>"
+        + (f'<noscript><ul class="notes">{told}</ul></noscript>' if told else "")
         + (f'<ul class="notes">{notes}</ul>' if notes else "")
     )
 
 
 def csv(table: Table) -> str:
     """The unrounded frame, marks and bounds included."""
-    return str(table.frame.to_csv(index=False, lineterminator="\n"))
+    kept = [name for name in table.frame.columns if not str(name).endswith("_sort")]
+    return str(table.frame[kept].to_csv(index=False, lineterminator="\n"))
 
 
 FORMATS: Final[dict[str, Callable[[Table], str]]] = {"md": markdown, "tex": latex, "html": html, "csv": csv}
@@ -139,7 +156,7 @@ def _marked(text: str, cell: Cell, best: str, tie: str) -> str:
 def _html_cell(cell: Cell) -> str:
     kind = "num" if cell.is_numeric else "prose" if len(cell.text) > _PROSE_FROM else ""
     classes = " ".join(name for name in (kind, cell.mark) if name)
-    value = "" if cell.sort is None or not cell.is_numeric else f' data-v="{cell.sort!r}"'
+    value = f' data-v="{cell.sort!r}"' if isinstance(cell.sort, float) else ""
     attribute = f' class="{classes}"' if classes else ""
     title = ' title="not distinguishable from the best"' if cell.mark == "tie" else ""
     return f"<td{attribute}{value}{title}>{_html.escape(cell.text)}</td>"

@@ -3,7 +3,7 @@
 Built by the modules beside this one from result objects; written by ``render``. The frame keeps unrounded numbers
 (they go into the CSV); an ``estimate`` column ``x`` finds its interval in ``x_low`` and ``x_high``. Any column may be
 marked through ``x_mark``: ``best`` (bold: better than every other by more than the noise) or ``tie`` (not
-distinguishable from the best).
+distinguishable from the best). A text column is sorted by the numbers of ``x_sort`` where there are any.
 """
 
 from __future__ import annotations
@@ -87,7 +87,8 @@ def _cell(column: Column, record: dict[Any, Any]) -> Cell:
     mark = mark if isinstance(mark, str) else ""
     if column.kind == "text":
         text = digits.MISSING if _is_missing(value) else str(value)
-        return Cell(text=text, mark=mark, sort=text, is_numeric=False)
+        place = _bound(record, f"{column.key}_sort")
+        return Cell(text=text, mark=mark, sort=text if place is None else place, is_numeric=False)
     figure = None if _is_missing(value) else float(value)
     low, high = _bound(record, f"{column.key}_low"), _bound(record, f"{column.key}_high")
     match column.kind:
@@ -96,7 +97,7 @@ def _cell(column: Column, record: dict[Any, Any]) -> Cell:
         case "number":
             text = digits.number(figure, digits=column.digits)
         case "general":
-            text = digits.general(figure)
+            text = digits.general(figure, digits=column.digits)
         case "speedup":
             text = digits.speedup(figure)
             if low is not None and high is not None and figure is not None:

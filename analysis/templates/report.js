@@ -1,50 +1,64 @@
 "use strict";
 (() => {
+  const WINDOW = 250; // rows laid out at once; a table of thousands would make every click wait for layout
   const value = (cell) => {
     if (cell.dataset.v !== undefined) return Number(cell.dataset.v);
     return cell.classList.contains("num") ? NaN : cell.textContent;
   };
   // Missing values go last whichever the direction.
   const compare = (a, b, sign) => {
-    const lostA = typeof a === "number" && Number.isNaN(a), lostB = typeof b === "number" && Number.isNaN(b);
+    const lostA = Number.isNaN(a), lostB = Number.isNaN(b);
     if (lostA || lostB) return lostA - lostB;
-    if (typeof a === "number") return sign * (a - b);
-    return sign * a.localeCompare(b, "en", { numeric: true });
+    if (typeof a === "number" && typeof b === "number") return sign * (a - b);
+    return sign * String(a).localeCompare(String(b), "en", { numeric: true });
   };
-  for (const table of document.querySelectorAll("table.data")) {
-    const body = table.tBodies[0];
-    if (body.rows.length < 2) continue;
-    [...table.tHead.rows[0].cells].forEach((head, column) => {
+  const sortable = (table, sort) => {
+    const heads = table.tHead.rows[0].cells;
+    [...heads].forEach((head, column) => {
       const button = document.createElement("button");
       button.type = "button";
       button.append(...head.childNodes);
       head.append(button);
       button.addEventListener("click", () => {
         const down = head.getAttribute("aria-sort") === "ascending";
-        for (const other of table.tHead.rows[0].cells) other.removeAttribute("aria-sort");
+        for (const other of heads) other.removeAttribute("aria-sort");
         head.setAttribute("aria-sort", down ? "descending" : "ascending");
-        const keyed = [...body.rows].map((row) => [value(row.cells[column]), row]);
-        keyed.sort((x, y) => compare(x[0], y[0], down ? -1 : 1));
-        body.append(...keyed.map((pair) => pair[1]));
+        sort((rows) => {
+          const keyed = rows.map((row) => [value(row.cells[column]), row]);
+          keyed.sort((x, y) => compare(x[0], y[0], down ? -1 : 1));
+          return keyed.map((pair) => pair[1]);
+        });
       });
     });
-  }
-  const filter = document.getElementById("filter");
-  if (!filter) return;
-  const rows = [...document.getElementById("table-runs").tBodies[0].rows];
-  const count = document.getElementById("count");
-  let texts = null;
-  const apply = () => {
-    texts ??= rows.map((row) => [...row.cells].map((cell) => cell.textContent).join(" ").toLowerCase());
-    const words = filter.value.toLowerCase().split(/\s+/).filter(Boolean);
-    let shown = 0;
-    rows.forEach((row, place) => {
-      const fits = words.every((word) => texts[place].includes(word));
-      if (row.hidden === fits) row.hidden = !fits;
-      shown += fits;
-    });
-    count.textContent = `${shown.toLocaleString("en")} of ${rows.length.toLocaleString("en")} runs`;
   };
-  filter.addEventListener("input", apply);
-  apply();
+  for (const table of document.querySelectorAll("table.data:not(#table-runs)")) {
+    const body = table.tBodies[0];
+    if (body.rows.length > 1) sortable(table, (order) => body.append(...order([...body.rows])));
+  }
+  const table = document.getElementById("table-runs");
+  if (!table) return;
+  const body = table.tBodies[0], filter = document.getElementById("filter");
+  const count = document.getElementById("count"), all = document.getElementById("all");
+  const rest = document.getElementById("table-runs-rest");
+  let rows = [...body.rows, ...(rest ? rest.content.querySelectorAll("tr") : [])];
+  const texts = new Map();
+  let whole = false;
+  const number = (n) => n.toLocaleString("en");
+  const show = () => {
+    const words = filter.value.toLowerCase().split(/\s+/).filter(Boolean);
+    if (words.length && !texts.size) {
+      for (const row of rows) texts.set(row, [...row.cells].map((cell) => cell.textContent).join(" ").toLowerCase());
+    }
+    const fit = words.length ? rows.filter((row) => words.every((word) => texts.get(row).includes(word))) : rows;
+    const shown = whole ? fit : fit.slice(0, WINDOW);
+    body.replaceChildren(...shown);
+    all.hidden = shown.length === fit.length;
+    const cut = all.hidden ? "" : `, the first ${number(shown.length)} shown`;
+    count.textContent = `${number(fit.length)} of ${number(rows.length)} runs${cut}`;
+  };
+  sortable(table, (order) => { rows = order(rows); show(); });
+  filter.addEventListener("input", () => { whole = false; show(); });
+  all.addEventListener("click", () => { whole = true; show(); });
+  addEventListener("beforeprint", () => { whole = true; show(); });
+  show();
 })();

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from scaling.config import residual as options
 from scaling.config.model import ModelConfig
 from scaling.models.initialisation import Constant, Normal, Rule
-from scaling.models.residual.mhc import Mhc, MhcState
 from scaling.models.residual.method import State
+from scaling.models.residual.mhc import Mhc, MhcState
 from scaling.models.residual.routing import depth_logits, mix, routing_weights
 
 
@@ -66,9 +66,7 @@ class AttnResMhc(Mhc):
     def __init__(self, config: ModelConfig, choice: options.AttnResMhc) -> None:
         super().__init__(config, choice.mhc)
         self.block_sublayers = choice.sublayers_per_block(config.num_sublayers)
-        self.query_start: Rule = (
-            Normal(std=config.init_std) if choice.query_init == "random" else Constant(value=0.0)
-        )
+        self.query_start: Rule = Normal(std=config.init_std) if choice.query_init == "random" else Constant(value=0.0)
         self.query_SD = nn.Parameter(torch.empty(config.num_sublayers + 1, config.d_model))
         self.gain_SD = nn.Parameter(torch.empty(config.num_sublayers + 1, config.d_model))
 

@@ -1,7 +1,7 @@
 """Causal depthwise convolution over tokens, which does not look across packed documents; used by ``msar``.
 
-out_t = sum_(tau < K) c_tau * v_(t - tau), element by element of the width, with v_(t - tau) = 0 before the sequence's or
-the document's first token.
+out_t = sum_(tau < K) c_tau * v_(t - tau), element by element of the width, with v_(t - tau) = 0 before the
+sequence's or the document's first token.
 
 Shapes: B batch, T time, D width, K kernel width in tokens.
 """

@@ -1,6 +1,6 @@
 """``delta``: delta attention residuals (arXiv 2605.18855).
 
-The ordinary stream h goes on, and each sublayer reads it plus what it routes from the deltas, the changes of the stream:
+The ordinary stream h goes on, and each sublayer reads it plus what it routes from the deltas, the stream's changes:
 
     x_s = h_s + alpha_s sum_i softmax_i( w_s . (RMSNorm(v_i) * g_s) ) v_i,    h_(s+1) = h_s + f_s(x_s)
 
@@ -28,7 +28,7 @@ from scaling.config import residual as options
 from scaling.config.model import ModelConfig
 from scaling.models.initialisation import Constant, Rule
 from scaling.models.residual.attnres import DepthRouting, DepthState
-from scaling.models.residual.method import Inputs, State
+from scaling.models.residual.method import Inputs
 from scaling.models.residual.routing import mix, routing_weights
 
 
@@ -85,7 +85,7 @@ class Delta(DepthRouting):
         zero = Constant(value=0.0)
         return {**super().initial_values(), "gate_S": zero, "null_D": zero}
 
-    def start(self, embedding_BTD: Tensor, document_BT: Tensor | None) -> State:
+    def eager(self, embedding_BTD: Tensor) -> DepthState:
         return DeltaState(embedding_BTD, self)
 
     def statistics(self) -> dict[str, float]:

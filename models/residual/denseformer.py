@@ -39,7 +39,7 @@ class BlockAverage(nn.Module):
 class DenseState(State):
     """The stream inside the current block, and all block outputs."""
 
-    def __init__(self, embedding_BTD: Tensor, averages: Mapping[str, nn.Module], dilation: int) -> None:
+    def __init__(self, embedding_BTD: Tensor, averages: nn.ModuleDict, dilation: int) -> None:
         self.averages = averages
         self.dilation = dilation
         self.outputs = [embedding_BTD]

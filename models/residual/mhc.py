@@ -41,6 +41,10 @@ _EPS: Final = 1e-6  # keeps a row softmax's zeros from dividing zero by zero, as
 def sinkhorn(logits: Tensor, *, iterations: int, order: str = "column_row", start: str = "exp") -> Tensor:
     """Doubly stochastic matrix near exp(logits) (Sinkhorn and Knopp 1967).
 
+    The axis normed last sums to 1 up to rounding. The other is off by at most exp(D tanh(D / 4)^(2 t - 1)) - 1 after t
+    iterations, D the largest logarithm of a cross ratio of the entries: for 4 x 4 unit-normal logits and t = 20 below
+    1e-4, in the median below 1e-7.
+
     Parameters
     ----------
     logits
@@ -127,10 +131,14 @@ class Mhc(Residual):
     def coefficients(self, streams_BTMD: Tensor, site: int) -> tuple[Tensor, Tensor, Tensor]:
         """H^pre (B, T, M), H^post (B, T, M), H^res (B, T, M, M) of a sublayer."""
         m, choice = self.streams, self.choice
-        projected, gates, bias = self._project(streams_BTMD, self.project_SVK[site]), self.gate_S3[site], self.bias_SK[site]
+        projected, gates, bias = (
+            self._project(streams_BTMD, self.project_SVK[site]),
+            self.gate_S3[site],
+            self.bias_SK[site],
+        )
         pre = torch.sigmoid(gates[0] * projected[..., :m] + bias[:m])
         post = choice.post_scale * torch.sigmoid(gates[1] * projected[..., m : 2 * m] + bias[m : 2 * m])
-        logits = (gates[2] * projected[..., 2 * m :] + bias[2 * m :]).unflatten(-1, (m, m))
+        logits = (gates[2] * projected[..., 2 * m :] + bias[2 * m :]).view(*projected.shape[:-1], m, m)
         mixing = sinkhorn(
             logits, iterations=choice.sinkhorn_iterations, order=choice.order, start=choice.sinkhorn_start
         )

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -118,9 +119,7 @@ class Msar(Residual):
         d, m, sublayers = config.d_model, choice.streams, config.num_sublayers
         self.streams, self.eps, self.conv_scope = m, config.norm_eps, choice.conv_scope
         self.gate_start = choice.mixer_gate_start
-        self.query_start: Rule = (
-            Normal(std=config.init_std) if choice.query_init == "random" else Constant(value=0.0)
-        )
+        self.query_start: Rule = Normal(std=config.init_std) if choice.query_init == "random" else Constant(value=0.0)
         self.block_sublayers = choice.sublayers_per_block(sublayers)
         self.query_SMD = nn.Parameter(torch.empty(sublayers, m, d))
         self.gain_SGD = nn.Parameter(torch.empty(sublayers, m if choice.gain == "stream" else 1, d))
@@ -147,7 +146,8 @@ class Msar(Residual):
     def expand(self, source_BTD: Tensor, owner: int, document_BT: Tensor | None) -> Streams:
         """The m streams of a source; ``owner`` is the source's or the site's number."""
         index = 0 if self.conv_scope == "global" else owner
-        convolved = [causal_convolution(source_BTD, k.kernel_OKD[index], document_BT) for k in self.kernels]
+        kernels = [cast(Kernels, stream).kernel_OKD[index] for stream in self.kernels]
+        convolved = [causal_convolution(source_BTD, kernel_KD, document_BT) for kernel_KD in kernels]
         replicas = [source_BTD] * (self.streams - len(convolved))
         return (*replicas, *convolved)
 

@@ -69,7 +69,7 @@ class MuddState(State):
         self.method = method
         self.outputs = [embedding_BTD]
         self.normed = [method.normed_source(embedding_BTD, 0)]
-        self.qkv_BTD = (embedding_BTD, embedding_BTD, embedding_BTD)
+        self.qkv_BTD: tuple[Tensor, ...] = (embedding_BTD, embedding_BTD, embedding_BTD)
         self.stream_BTD = embedding_BTD
 
     def read(self, site: int) -> Inputs:

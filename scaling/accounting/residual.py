@@ -77,9 +77,7 @@ def source_counts(num_sublayers: int, block_sublayers: int) -> list[int]:
 
 def _baseline(config: ModelConfig, _: Baseline) -> ResidualCost:
     stored = (config.num_sublayers + 1) * config.d_model
-    return ResidualCost(
-        parameters=0, norm_parameters=prenorm_gains(config), forward_flops=0, stored_elements=stored
-    )
+    return ResidualCost(parameters=0, norm_parameters=prenorm_gains(config), forward_flops=0, stored_elements=stored)
 
 
 def _hyper_connections(config: ModelConfig, options: HyperConnections) -> ResidualCost:
@@ -96,7 +94,7 @@ def _hyper_connections(config: ModelConfig, options: HyperConnections) -> Residu
         parameters=sublayers * own,
         norm_parameters=prenorm_gains(config),
         forward_flops=sublayers * flops,
-        stored_elements=sublayers * stored + d,
+        stored_elements=sublayers * stored - (n - 1) * d + d,  # the first streams are one
     )
 
 
@@ -186,12 +184,11 @@ def _msar(config: ModelConfig, options: Msar) -> ResidualCost:
     # logits and weights of every pair.
     stored = d * sublayers + 2 * expansions * d * len(options.kernel_widths) + sublayers * d + 2 * m * pairs
     if m > 1:
-        stored += sublayers * m * d
         flops += sublayers * 2 * m * d
     if mixes:
         parameters += sublayers * (m * m * d + m + 1)
         flops += sublayers * 2 * m * m * d
-        stored += sublayers * (m * d + 3 * m)
+        stored += sublayers * (2 * m * d + 3 * m)  # retrieved streams, and beside each other
     return ResidualCost(
         parameters=parameters, norm_parameters=prenorm_gains(config), forward_flops=flops, stored_elements=stored + d
     )

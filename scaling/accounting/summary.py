@@ -65,9 +65,11 @@ def render(summary: dict[str, Any]) -> str:
     flops, memory = summary["flops_per_token"], summary["bytes"]
     options = {key: value for key, value in model["residual"].items() if key != "method" and value is not None}
     told = ", ".join(f"{key} {value}" for key, value in options.items())
+    name = model["size"] or "model"
+    heads = f"{model['num_heads']} heads, {model['num_kv_heads']} key/value heads"
     lines = [
-        f"{model['size'] or 'model'}: {model['num_layers']} layers, width {model['d_model']}, "
-        f"{model['num_heads']} heads, {model['num_kv_heads']} key/value heads, feed-forward {model['d_ffn']}, vocabulary {model['vocab_size']:,}",
+        f"{name}: {model['num_layers']} layers, width {model['d_model']}, {heads}, feed-forward {model['d_ffn']}, "
+        f"vocabulary {model['vocab_size']:,}",
         f"residual: {model['residual']['method']}" + (f" ({told})" if told else ""),
     ]
     if model["moe"]:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def interruptible() -> Iterator[threading.Event]:
-    """An event that the first SIGINT or SIGTERM sets, so that work in hand is finished; the second SIGINT interrupts."""
+    """An event that the first SIGINT or SIGTERM sets, so that work in hand ends well; a second SIGINT interrupts."""
     stop = threading.Event()
 
     def ask(number: int, frame: FrameType | None) -> None:

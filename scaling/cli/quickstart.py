@@ -35,7 +35,7 @@ def register(app: typer.Typer) -> None:
 
 
 def _tree(outcome: Outcome) -> dict[str, Any]:
-    found = outcome.findings
+    answer = outcome.answer or {}
     return {
         "out": str(outcome.out),
         "report": str(outcome.report),
@@ -46,37 +46,20 @@ def _tree(outcome: Outcome) -> dict[str, Any]:
         "interrupted": outcome.interrupted,
         "wall_time_s": outcome.wall_time_s,
         "times_s": outcome.times_s,
-        "results": {name: result.to_dict() for name, result in found.results.items()} if found else {},
-        "refusals": [{"what": item.what, "reason": item.reason} for item in found.failures] if found else [],
+        "results": answer.get("results", {}),
+        "refusals": answer.get("refusals", []),
     }
 
 
 def _words(outcome: Outcome) -> str:
-    if outcome.interrupted:
+    if outcome.answer is None:
         return f"broken off: {outcome.unfinished} runs to go, nothing is lost; the same command goes on"
-    from scaling.analysis.tables import core
-    from scaling.analysis.tables.plain import plain
+    times = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in outcome.times_s.items() if seconds >= 0.5)
+    return f"""{outcome.answer["text"]}
 
-    found = outcome.findings
-    assert found is not None
-    base = found.baseline or "baseline"
-    parts = []
-    if found.speedups:
-        parts.append(plain(core.speedups(found.speedups, baseline=base, conventions=found.conventions),
-                           only=("method", "speedup", "scales", "extrapolated", "n", "verdict")))  # fmt: skip
-    if found.deltas:
-        parts.append(plain(core.seed_deltas(found.deltas, baseline=base)))
-    if found.noises:
-        parts.append(plain(core.noise(found.noises)))
-    parts += [f"not shown: {item.what.lower()}: {item.reason}" for item in found.failures]
-    parts.append(
-        "A tiny grid proves nothing about the methods: it shows that training, tracking, fitting and comparing work here."
-    )
-    times = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in outcome.times_s.items())
-    parts.append(
-        f"runs     {outcome.trained} trained now, {outcome.finished} finished before ({outcome.out / 'runs'})\n"
-        f"MLflow   scaling runs ui --store {outcome.store_uri}\n"
-        f"report   {outcome.report}\n"
-        f"time     {outcome.wall_time_s:.0f} s ({times})"
-    )
-    return "\n\n".join(parts)
+A tiny grid proves nothing about the methods: it shows that training, tracking, fitting and comparing work here.
+
+runs    {outcome.trained} trained now, {outcome.finished} finished before: {outcome.out / "runs"}
+MLflow  scaling runs ui --store {outcome.store_uri}
+report  {outcome.report}
+time    {outcome.wall_time_s:.0f} s{f" ({times})" if times else ""}"""

@@ -1,8 +1,8 @@
 """Pieces: the input cut into parts of some 16 MiB that workers read on their own, and the reading of them.
 
-After ``inputs`` in ``scaling.corpus``. Where the cuts fall depends on the input alone, never on the number of workers, so that an interrupted
-preparation goes on where it was. Plain files are cut by byte ranges and read by the workers; packed ones are unpacked by the
-process that hands out pieces, and travel as bytes; Parquet is cut by row group.
+After ``inputs`` in ``scaling.corpus``. Where the cuts fall depends on the input alone, never on the number of workers,
+so that an interrupted preparation goes on where it was. Plain files are cut by byte ranges and read by the workers;
+packed ones are unpacked by the process that hands out pieces, and travel as bytes; Parquet is cut by row group.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class Columns:
 class Piece:
     """A part of the input. ``name`` sorts pieces in the input's order; ``input_bytes`` is its size on disk.
 
-    One of: several whole text files (``inputs``), a range of bytes of one file (``start``, ``length``), unpacked bytes of
-    it (``data``), a row group of it (``row_group``), or documents as they are.
+    One of: several whole text files (``inputs``), a range of bytes of one file (``start``, ``length``), unpacked bytes
+    of it (``data``), a row group of it (``row_group``), or documents as they are.
     """
 
     name: str
@@ -137,19 +137,17 @@ def _ranges(item: Input) -> Iterator[dict[str, Any]]:
 
 def _unpacked(item: Input) -> Iterator[dict[str, Any]]:
     """Unpacked bytes, cut at line ends."""
-    held: list[bytes] = []
-    size, told = 0, 0
+    held = bytearray()
+    told, searched = 0, 0
     for unpacked, position in decompressed(item.path, item.compression):
-        held.append(unpacked)
-        size += len(unpacked)
-        cut = unpacked.rfind(b"\n") + 1
-        if size >= PIECE_BYTES and cut:
-            held[-1] = unpacked[:cut]
-            yield {"data": b"".join(held), "input_bytes": position - told}
-            told = position
-            held, size = [unpacked[cut:]], len(unpacked) - cut
-    if size:
-        yield {"data": b"".join(held), "input_bytes": item.size - told}
+        held += unpacked
+        while cut := held.find(b"\n", max(searched, PIECE_BYTES - 1)) + 1:
+            yield {"data": bytes(held[:cut]), "input_bytes": position - told}
+            told, searched = position, 0
+            del held[:cut]
+        searched = len(held)
+    if held:
+        yield {"data": bytes(held), "input_bytes": item.size - told}
 
 
 def _row_groups(item: Input) -> Iterator[dict[str, Any]]:

@@ -42,7 +42,7 @@ def sample_texts(
             if _is_training(text, fraction):
                 quota -= len(text)
                 taken += len(text)
-                yield document.text
+                yield text.decode("utf-8")
                 if progress is not None:
                     progress(min(taken, budget), budget)
 

@@ -11,7 +11,7 @@ import hashlib
 import json
 import logging
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final
@@ -40,13 +40,15 @@ def unchanged(folder: RunFolder, known: RunState) -> bool:
     return known.status in TERMINAL and bool(known.seal) and known.seal == seal(folder)
 
 
-def send(folder: RunFolder, known: RunState, store: Store, job_state: JobState | None, *, fresh: bool) -> int:
-    """Send what is new in ``folder`` to its run (``known.run_id``), and note in ``known`` what was sent.
+def send(
+    folder: RunFolder, known: RunState, store: Store, job_state: JobState | None, make: Callable[[RunView], str]
+) -> int:
+    """Send what is new in ``folder`` to its run, and note in ``known`` what was sent.
 
     Parameters
     ----------
-    fresh
-        Whether the run was made just now, so that the store has nothing of it yet.
+    make
+        Makes the run where there is none yet, and returns its id.
 
     Returns
     -------
@@ -62,24 +64,28 @@ def send(folder: RunFolder, known: RunState, store: Store, job_state: JobState |
     StoreError
         If the store refuses something, or has another value for a parameter.
     """
-    assert known.run_id is not None
     files = seal(folder)
     config, attempts, end = folder.config(), folder.attempts(), folder.end()
     stands = standing(folder, attempts, end, job_state)
     over = stands.status in TERMINAL
     last, curve = _summary(folder) if over else ({}, "")
     view = conventions.view(folder, config=config, attempts=attempts, end=end, standing=stands, curve=curve)
+    fresh = known.run_id is None
+    if fresh:
+        known.run_id = make(view)
+        known.tags = _digest(view.tags)
+    assert known.run_id is not None
     if known.status in TERMINAL and not over:
         store.status(known.run_id, STORE_STATUS[stands.status], None)
         known.status, known.finals = stands.status, ""
-    _parameters(folder, view, known, store, fresh=fresh)
+    params = _parameters(folder, view, known, store, fresh=fresh)
+    _resume(folder, attempts, known, store)
+    finals, digest = _finals(end, last, known) if over and end is not None else ([], known.finals)
+    sent = _points(folder, attempts, known, store, params, finals)
+    known.params, known.finals = _digest(view.params), digest
+    _tags(view, known, store)
     if not known.artifacts:
         _describe(folder, config, view, known, store)
-    _resume(folder, attempts, known, store)
-    sent = _points(folder, attempts, known, store)
-    if over and end is not None:
-        sent += _finals(end, last, known, store)
-    _tags(view, known, store)
     _artifacts(folder, known, store, over=over)
     if (known.status, known.ended_ms) != (stands.status, stands.ended_ms):
         store.status(known.run_id, STORE_STATUS[stands.status], stands.ended_ms)
@@ -100,22 +106,19 @@ def _summary(folder: RunFolder) -> tuple[dict[str, tuple[int, float]], str]:
     return last, conventions.curve_hash(curves)
 
 
-def _parameters(folder: RunFolder, view: RunView, known: RunState, store: Store, *, fresh: bool) -> None:
-    digest = _digest(view.params)
-    if known.params == digest:
-        return
+def _parameters(folder: RunFolder, view: RunView, known: RunState, store: Store, *, fresh: bool) -> dict[str, str]:
+    """Parameters still to be sent; ``StoreError`` where the store has another value for one that counts."""
+    if known.params == _digest(view.params):
+        return {}
     assert known.run_id is not None
     stored = {} if fresh else store.params(known.run_id) or {}
     for name, value in view.params.items():
         if name in stored and stored[name] != value and name not in EXCLUDED:
             raise StoreError(
                 f"{folder.path / CONFIG}: parameter {name!r} is {value[:200]!r}, but {stored[name][:200]!r} in run "
-                f"{known.run_id} of {redact(store.uri)}; a resume must keep it: restore it, or choose another experiment"
+                f"{known.run_id} of {redact(store.uri)}; a resume must keep it: restore it, or sync elsewhere"
             )
-    missing = {name: value for name, value in view.params.items() if name not in stored}
-    if missing:
-        store.log(known.run_id, params=missing)
-    known.params = digest
+    return {name: value for name, value in view.params.items() if name not in stored}
 
 
 def _describe(folder: RunFolder, config: RunConfig, view: RunView, known: RunState, store: Store) -> None:
@@ -148,7 +151,15 @@ def _resume(folder: RunFolder, attempts: Sequence[Attempt], known: RunState, sto
         known.void = True
 
 
-def _points(folder: RunFolder, attempts: Sequence[Attempt], known: RunState, store: Store) -> int:
+def _points(
+    folder: RunFolder,
+    attempts: Sequence[Attempt],
+    known: RunState,
+    store: Store,
+    params: Mapping[str, str],
+    finals: Sequence[Sample],
+) -> int:
+    """Send new points, the parameters with the first of them and the final values behind the last."""
     assert known.run_id is not None
     void = void_values(folder, attempts, known.offsets) if known.void else {}
     names = set(known.names)
@@ -158,17 +169,16 @@ def _points(folder: RunFolder, attempts: Sequence[Attempt], known: RunState, sto
     reached = known.last_step
 
     def flush() -> None:
-        nonlocal sent, samples
+        nonlocal sent, samples, params
         assert known.run_id is not None
-        if samples:
-            store.log(known.run_id, samples=samples)
+        store.log(known.run_id, samples=samples, params=params)
         sent += len(samples)
-        samples = []
+        samples, params = [], {}
         known.offsets, known.last_step, known.names = dict(offsets), reached, sorted(names)
 
     for piece in new_pieces(folder, attempts, known.offsets):
         point = piece.point
-        if len(samples) + len(point.metrics) > MAX_METRICS:
+        if len(samples) + len(params) + len(point.metrics) > MAX_METRICS:
             flush()
         for name, value in point.metrics.items():
             before = void.get((point.step, name))
@@ -180,25 +190,21 @@ def _points(folder: RunFolder, attempts: Sequence[Attempt], known: RunState, sto
             names.add(store_name(name))
         offsets[piece.journal] = piece.end
         reached = max(reached, point.step)
+    samples.extend(finals)
+    names.update(sample.name for sample in finals)
+    reached = max([reached, *(sample.step for sample in finals)])
     flush()
     return sent
 
 
-def _finals(end: EndRecord, last: Mapping[str, tuple[int, float]], known: RunState, store: Store) -> int:
-    assert known.run_id is not None
+def _finals(end: EndRecord, last: Mapping[str, tuple[int, float]], known: RunState) -> tuple[list[Sample], str]:
+    """Final values still to be sent, and their digest."""
     finals = conventions.final_metrics(end, last)
     digest = _digest({name: repr(value) for name, value in finals.items()} | {"": str(end.step)})
     if known.finals == digest:
-        return 0
-    samples = [
-        Sample(name=store_name(name), value=value, time_ms=end.ended_ms, step=end.step)
-        for name, value in finals.items()
-    ]
-    store.log(known.run_id, samples=samples)
-    known.names = sorted({*known.names, *(sample.name for sample in samples)})
-    known.last_step = max(known.last_step, end.step)
-    known.finals = digest
-    return len(samples)
+        return [], digest
+    time_ms, step = end.ended_ms, end.step
+    return [Sample(store_name(name), value, time_ms, step) for name, value in finals.items()], digest
 
 
 def _tags(view: RunView, known: RunState, store: Store) -> None:

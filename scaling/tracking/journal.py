@@ -69,7 +69,7 @@ def journal_names(folder: RunFolder, attempts: Sequence[Attempt]) -> list[str]:
 
 
 def lines_from(path: Path, offset: int) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Whole JSON lines behind ``offset``, the offset behind each; a torn last line waits, a torn inner one is left out."""
+    """Whole JSON lines behind ``offset``, and where each ends; a torn last line waits, a torn inner one is left out."""
     try:
         file = path.open("rb")
     except FileNotFoundError:

@@ -14,11 +14,10 @@ from pathlib import Path
 from typing import Final
 
 from scaling.errors import StoreError, StoreUnavailable
-from scaling.identity import label
-from scaling.record import ATTEMPTS, CONFIG, RunFolder, now_ms, read_lines
+from scaling.record import CONFIG, RunFolder, now_ms
 from scaling.tracking import parent as parents
-from scaling.tracking.conventions import sweep_key
-from scaling.tracking.state import RunState, State
+from scaling.tracking.conventions import RunView, sweep_key
+from scaling.tracking.state import RunState, State, single_writer
 from scaling.tracking.store import Store, StoredRun, redact
 
 logger = logging.getLogger(__name__)
@@ -29,9 +28,9 @@ SUSPECT_MS: Final = 15 * 60_000  # how long an unanswered create_run may still m
 class Runs:
     """The state's runs of one round, with their experiments and parents."""
 
-    def __init__(self, state: State, store: Store, *, default: str | None, out: Path) -> None:
+    def __init__(self, state: State, store: Store, *, default: str | None, out: Path, lock: Path) -> None:
         self._state, self._store = state, store
-        self._default, self._out = default, out
+        self._default, self._out, self._lock = default, out, lock
         self._experiments: dict[str, str] = {}
         self.damaged: dict[str, str] = {}
 
@@ -62,15 +61,12 @@ class Runs:
                 except StoreError as error:
                     self.damaged[key] = str(error)
 
-    def create(self, folder: RunFolder, known: RunState) -> None:
-        """Make the folder's run, below its sweep's parent."""
-        lines = read_lines(folder.path / ATTEMPTS)
-        started_ms = int(lines[0]["started_ms"]) if lines else int((folder.path / CONFIG).stat().st_mtime * 1000)
-        tags = {"kind": "run", "run_key": folder.key, "run_folder": str(folder.path.resolve())}
+    def create(self, known: RunState, view: RunView) -> str:
+        """Make a folder's run, below its sweep's parent; returns its id."""
+        tags = dict(view.tags)
         if known.sweep:
-            tags["mlflow.parentRunId"] = self._parent(known.experiment, known.sweep, started_ms)
-        config = folder.config()
-        self._make(known, config.run.name or label(config), started_ms, tags)
+            tags["mlflow.parentRunId"] = self._parent(known.experiment, known.sweep, view.started_ms)
+        return self._make(known, view.name, view.started_ms, tags)
 
     def vanished(self, folder: RunFolder, known: RunState) -> bool:
         """Whether the folder's run was deleted by somebody; then it is left alone from now on."""
@@ -132,19 +128,19 @@ class Runs:
     def _parent(self, experiment: str, sweep: str, started_ms: int) -> str:
         key = sweep_key(sweep)
         known = self._state.runs.setdefault(key, RunState(experiment=experiment, sweep=sweep))
-        if known.run_id is None or known.pending_ms is not None:
-            found = self._store.find(self._experiment(experiment), [key])
-            self._adopt(key, found, Path())
+        if known.run_id is not None and known.pending_ms is None:
+            return known.run_id
+        with single_writer(self._lock, wait_s=60):  # trainings that track directly make parents too
+            self._adopt(key, self._store.find(self._experiment(experiment), [key]), Path())
             known = self._state.runs[key]
-        if known.run_id is None:
-            self._make(known, sweep, started_ms, parents.tags(sweep))
-        assert known.run_id is not None
+            if known.run_id is None:
+                known.run_id = self._make(known, sweep, started_ms, parents.tags(sweep))
         return known.run_id
 
-    def _make(self, known: RunState, name: str, started_ms: int, tags: dict[str, str]) -> None:
+    def _make(self, known: RunState, name: str, started_ms: int, tags: dict[str, str]) -> str:
         try:
             experiment_id = self._experiment(known.experiment)
-            known.run_id = self._store.create(experiment_id, name=name, started_ms=started_ms, tags=tags)
+            return self._store.create(experiment_id, name=name, started_ms=started_ms, tags=tags)
         except StoreUnavailable:
             known.pending_ms = now_ms()
             raise

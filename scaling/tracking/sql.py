@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import sqlite3
 import time
 import warnings
@@ -15,10 +16,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
+from urllib.parse import unquote, urlparse
 
 from scaling.errors import StoreError, StoreUnavailable
 from scaling.tracking.state import single_writer
-from scaling.tracking.store import MAX_METRICS, MAX_PARAMS, MAX_TAGS, Sample, StoredRun, redact, sqlite_path
+from scaling.tracking.store import Sample, StoredRun, redact, requests_of, sqlite_path
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +37,7 @@ class SqlStore:
         self.uri = uri
         self._artifacts = artifacts
         self._path = sqlite_path(uri)
+        self._places: dict[str, str] = {}
         self._written = False
         self._analyzed_s = float("-inf")
         with self._translated():
@@ -97,6 +100,7 @@ class SqlStore:
         with self._translated():
             run = self._client.create_run(experiment_id, start_time=started_ms, tags=dict(tags), run_name=name)
         self._written = True
+        self._places[run.info.run_id] = str(run.info.artifact_uri)
         return str(run.info.run_id)
 
     def log(
@@ -110,18 +114,12 @@ class SqlStore:
         from mlflow.entities import Metric, Param, RunTag
 
         with self._translated():
-            param_list = [Param(k, v) for k, v in (params or {}).items()]
-            tag_list = [RunTag(k, v) for k, v in (tags or {}).items()]
-            metrics = [Metric(s.name, s.value, s.time_ms, s.step) for s in samples]
-            requests = max(
-                -(-len(metrics) // MAX_METRICS), -(-len(param_list) // MAX_PARAMS), -(-len(tag_list) // MAX_TAGS)
-            )
-            for i in range(requests):
+            for some, param_list, tag_list in requests_of(samples, params or {}, tags or {}):
                 self._client.log_batch(
                     run_id,
-                    metrics=metrics[i * MAX_METRICS : (i + 1) * MAX_METRICS],
-                    params=param_list[i * MAX_PARAMS : (i + 1) * MAX_PARAMS],
-                    tags=tag_list[i * MAX_TAGS : (i + 1) * MAX_TAGS],
+                    metrics=[Metric(s.name, s.value, s.time_ms, s.step) for s in some],
+                    params=[Param(*pair) for pair in param_list],
+                    tags=[RunTag(*pair) for pair in tag_list],
                     synchronous=True,
                 )
         self._written = True
@@ -156,7 +154,18 @@ class SqlStore:
 
     def upload(self, run_id: str, path: Path, folder: str = "") -> None:
         with self._translated():
-            self._client.log_artifact(run_id, str(path), folder or None)
+            place = urlparse(self._place(run_id))
+            if place.scheme not in ("", "file"):
+                self._client.log_artifact(run_id, str(path), folder or None)
+                return
+        target = Path(unquote(place.path)) / folder / path.name
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, target)
+        except OSError as error:
+            raise StoreUnavailable(
+                f"{target}: cannot be written ({error.strerror}); free space and sync again"
+            ) from None
 
     def supersede(self, run_id: str, names: Sequence[str], after_step: int) -> None:
         from sqlalchemy import bindparam, text
@@ -190,6 +199,12 @@ class SqlStore:
 
     def close(self) -> None:
         self._engine.dispose()
+
+    def _place(self, run_id: str) -> str:
+        """Where a run keeps its artifacts."""
+        if run_id not in self._places:
+            self._places[run_id] = str(self._client.get_run(run_id).info.artifact_uri)
+        return self._places[run_id]
 
     @contextmanager
     def _translated(self) -> Iterator[None]:

@@ -13,7 +13,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -75,9 +75,10 @@ class State:
         write_atomically(self.path, json.dumps(tree, separators=(",", ":")))
 
 
-def state_path(out: Path, store_uri: str, experiment: str | None) -> Path:
-    """Where the state of syncing ``out`` into this store and experiment is kept."""
-    name = hashlib.sha256(f"{store_uri}\n{experiment or ''}".encode()).hexdigest()[:12]
+def state_path(out: Path, store_uri: str, experiment: str | None, only: Collection[str] | None = None) -> Path:
+    """Where the state of syncing ``out`` (or some of its runs) into this store and experiment is kept."""
+    parts = [store_uri, experiment or "", *sorted(only or ())]
+    name = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:12]
     return out / FOLDER / f"{name}.json"
 
 

@@ -7,7 +7,7 @@ MLflow. Both raise ``StoreUnavailable`` for what may pass (down, slow, full) and
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NamedTuple, Protocol
@@ -87,6 +87,18 @@ class Store(Protocol):
         """What a store that we own wants after a round of writing (statistics for its query planner)."""
 
     def close(self) -> None: ...
+
+
+def requests_of(
+    samples: Sequence[Sample], params: Mapping[str, str], tags: Mapping[str, str]
+) -> Iterator[tuple[Sequence[Sample], Sequence[tuple[str, str]], Sequence[tuple[str, str]]]]:
+    """Cut what is to be logged into requests within MLflow's limits (1,000 things each)."""
+    param_list, tag_list = list(params.items()), list(tags.items())
+    while samples or param_list or tag_list:
+        first, second = param_list[:MAX_PARAMS], tag_list[:MAX_TAGS]
+        room = MAX_METRICS - len(first) - len(second)
+        yield samples[:room], first, second
+        samples, param_list, tag_list = samples[room:], param_list[MAX_PARAMS:], tag_list[MAX_TAGS:]
 
 
 def normalise(uri: str) -> str:

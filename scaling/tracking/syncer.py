@@ -8,17 +8,20 @@ the next one does: batches are idempotent, runs are found by their key, the fold
 from __future__ import annotations
 
 import logging
+import sqlite3
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Final
+from urllib.parse import quote
 
 from scaling.errors import ScalingError, StoreError, StoreUnavailable
 from scaling.record import RunFolder, run_folders
-from scaling.tracking.conventions import TERMINAL
+from scaling.tracking.conventions import TERMINAL, sweep_key
 from scaling.tracking.folder import send, unchanged
 from scaling.tracking.runs import Runs
 from scaling.tracking.standing import JobState
@@ -29,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 INTERVAL_S: Final = 15.0
 SAVE_EVERY_S: Final = 5.0
-MAX_PAUSE_S: Final = 300.0  # longest wait between rounds while the store is down
+MAX_PAUSE_S: Final = 60.0  # longest wait between rounds while the store is down
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,7 +74,9 @@ def sync(
     experiment: str | None = None,
     follow: bool = False,
     interval_s: float = INTERVAL_S,
+    until_over: int | None = None,
     stop: threading.Event | None = None,
+    only: Collection[str] | None = None,
     job_state: JobState | None = None,
     figures: Sequence[Path] = (),
     state_folder: Path | None = None,
@@ -91,8 +96,12 @@ def sync(
     experiment
         MLflow experiment; default: each run's sweep, or the name of ``out``.
     follow
-        Again every ``interval_s`` seconds until ``stop`` is set; a store that does not answer is tried again, later and
-        later.
+        Again every ``interval_s`` seconds until ``stop`` is set, and then once more; a store that does not answer is
+        tried again, later and later.
+    until_over
+        End following when this many runs are over and sent.
+    only
+        Run keys to sync, with a state and lock of their own; sweeps' parents are made but not brought up to date.
     job_state
         Asked for runs without an end record: Slurm job id -> (state, reason, end in ms), or ``None`` where Slurm does
         not know.
@@ -122,9 +131,10 @@ def sync(
     stop = stop or threading.Event()
     address = normalise(store_uri)
     report = SyncReport(store=redact(address))
-    path = state_path(state_folder or out, address, experiment)
+    path = state_path(state_folder or out, address, experiment, only)
     started_s, pause_s = time.monotonic(), interval_s
-    session = _Session(out=out, address=address, experiment=experiment, path=path, timeout_s=timeout_s)
+    session = _Session(out=out, address=address, experiment=experiment, only=only, path=path, timeout_s=timeout_s)
+    last = not follow
     try:
         while True:
             report.unavailable, report.problems = "", []
@@ -145,8 +155,11 @@ def sync(
                 logger.warning("%s", report.unavailable)
             if on_round is not None:
                 on_round(report)
-            if not follow or stop.wait(pause_s):
+            if last:
                 return report
+            if until_over is not None and report.ok and report.runs - report.running >= until_over:
+                return report
+            last = stop.wait(pause_s)
     finally:
         session.close()
 
@@ -154,8 +167,17 @@ def sync(
 class _Session:
     """An open store over several rounds; opened again after it failed."""
 
-    def __init__(self, *, out: Path, address: str, experiment: str | None, path: Path, timeout_s: float) -> None:
-        self.out, self.address, self.experiment, self.path = out, address, experiment, path
+    def __init__(
+        self,
+        *,
+        out: Path,
+        address: str,
+        experiment: str | None,
+        only: Collection[str] | None,
+        path: Path,
+        timeout_s: float,
+    ) -> None:
+        self.out, self.address, self.experiment, self.only, self.path = out, address, experiment, only, path
         self.timeout_s = timeout_s
         self.store: Store | None = None
 
@@ -168,7 +190,7 @@ class _Session:
         on_run: Callable[[int, int], None] | None,
     ) -> None:
         """One pass over all folders, as the only writer of this state and (sqlite) of this file."""
-        folders = run_folders(self.out)
+        folders = [folder for folder in run_folders(self.out) if self.only is None or folder.key in self.only]
         with ExitStack() as stack:
             stack.enter_context(single_writer(self.path.with_suffix(".lock"), wait_s=lock_wait_s))
             database = sqlite_path(self.address)
@@ -176,6 +198,9 @@ class _Session:
                 lock = database.with_name(f".{database.name}.sync.lock")
                 stack.enter_context(single_writer(lock, wait_s=lock_wait_s))
             state = State.load(self.path)
+            if self.store is None and not figures and database is not None and self._done(folders, state, database):
+                self._tell(report, folders, state)
+                return
             if self.store is None:
                 artifacts = (database.parent if database is not None else self.out) / "mlartifacts"
                 self.store = open_store(self.address, artifacts=artifacts, timeout_s=self.timeout_s)
@@ -209,10 +234,10 @@ class _Session:
         figures: Sequence[Path],
         on_run: Callable[[int, int], None] | None,
     ) -> None:
-        runs = Runs(state, store, default=self.experiment, out=self.out)
+        runs = Runs(state, store, default=self.experiment, out=self.out, lock=self.path.parent / "parents.lock")
         runs.prepare(folders)
         report.problems.extend(RunProblem(run=key, reason=reason) for key, reason in runs.damaged.items())
-        report.runs, saved_s = len(folders), time.monotonic()
+        saved_s = time.monotonic()
         for number, folder in enumerate(folders):
             if folder.key not in runs.damaged:
                 try:
@@ -227,8 +252,36 @@ class _Session:
                 saved_s = time.monotonic()
             if on_run is not None:
                 on_run(number + 1, len(folders))
-        runs.finish_parents(figures)
+        try:
+            if self.only is None:
+                runs.finish_parents(figures)
+        except StoreUnavailable:
+            raise
+        except StoreError as error:
+            report.problems.append(RunProblem(run="(parent of the sweep)", reason=str(error)))
+        self._tell(report, folders, state)
+
+    def _done(self, folders: Sequence[RunFolder], state: State, database: Path) -> bool:
+        """Whether a sqlite store has everything already; spares importing MLflow (seconds) to find nothing to do."""
+        keys = {folder.key for folder in folders}
+        known = [state.runs.get(key) for key in keys] + [run for key, run in state.runs.items() if key not in keys]
+        if not folders or any(run is None or run.run_id is None or run.deleted or run.pending_ms for run in known):
+            return False
+        over = all(unchanged(folder, state.runs[folder.key]) for folder in folders)
+        parents = [run for key, run in state.runs.items() if key.startswith(sweep_key(""))]
+        if not over or any(run.status not in TERMINAL for run in parents) or not database.is_file():
+            return False
+        try:
+            with closing(sqlite3.connect(f"file:{quote(str(database))}?mode=ro", uri=True)) as connection:
+                query = "SELECT count(*) FROM runs WHERE run_uuid = ?"
+                sample = state.runs[folders[0].key].run_id
+                return bool(connection.execute(query, (sample,)).fetchone()[0])
+        except sqlite3.Error:
+            return False
+
+    def _tell(self, report: SyncReport, folders: Sequence[RunFolder], state: State) -> None:
         known = [state.runs[folder.key] for folder in folders if folder.key in state.runs]
+        report.runs = len(folders)
         report.running = sum(run.status not in TERMINAL for run in known if not run.deleted)
         report.deleted = sum(run.deleted for run in known)
         report.doubled = sum(run.doubled for run in known)
@@ -249,16 +302,14 @@ class _Session:
         if known.deleted or unchanged(folder, known):
             return
         fresh = known.run_id is None
-        if fresh:
-            runs.create(folder, known)
-            report.created += 1
         try:
-            sent = send(folder, known, store, job_state, fresh=fresh)
+            sent = send(folder, known, store, job_state, partial(runs.create, known))
         except StoreUnavailable:
             raise
         except StoreError:
             if not runs.vanished(folder, known):
                 raise
             return
+        report.created += fresh
         report.points += sent
         report.updated += bool(sent)

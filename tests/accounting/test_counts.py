@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -16,9 +18,15 @@ from scaling.config.tree import RunConfig
 from scaling.models.transformer import Transformer
 
 
+def sized(size: str, **more: Any) -> ModelConfig:
+    """A named size with some fields changed."""
+    fields: dict[str, Any] = {**shape(size), **more}
+    return ModelConfig(**fields)
+
+
 def test_100m_by_hand() -> None:
     # d 512, 12 layers, 8 heads of 64, 4 key/value heads, feed-forward 1536, vocabulary 151,936.
-    count = count_parameters(ModelConfig(**shape("100m")))
+    count = count_parameters(sized("100m"))
     attention_layer = 512 * 512 + 512 * 256 + 512 * 256 + 512 * 512  # q, k, v, output
     assert count.groups == {
         "embedding": 151_936 * 512,
@@ -29,7 +37,7 @@ def test_100m_by_hand() -> None:
     }
     assert count.total == 115_554_304
     assert count.non_embedding == 37_763_072
-    flops = count_flops(ModelConfig(**shape("100m")), 2048)
+    flops = count_flops(sized("100m"), 2048)
     by_hand = 2 * (12 * attention_layer + 12 * 3 * 512 * 1536 + 151_936 * 512) + 12 * 2 * 2 * 512 * (2048 + 1) / 2
     assert flops.forward == by_hand
     assert flops.training == 3 * by_hand
@@ -40,7 +48,7 @@ def test_100m_by_hand() -> None:
 
 def test_350m_by_hand() -> None:
     # d 1024, 24 layers, 16 heads of 64, 8 key/value heads, feed-forward 4096; mhar: query and gain at 49 sites.
-    config = ModelConfig(**shape("350m"), residual=Mhar(heads=8))
+    config = sized("350m", residual=Mhar(heads=8))
     count = count_parameters(config)
     assert count.groups["attention"] == 24 * (2 * 1024 * 1024 + 2 * 1024 * 512)
     assert count.groups["mlp"] == 24 * 3 * 1024 * 4096
@@ -53,26 +61,26 @@ def test_350m_by_hand() -> None:
 
 def test_1b_by_hand_and_the_paper_s_overhead() -> None:
     # d 1280, 36 layers, 16 heads of 80, 8 key/value heads, feed-forward 5120.
-    base = count_parameters(ModelConfig(**shape("1b")))
+    base = count_parameters(sized("1b"))
     assert base.non_embedding == 36 * (2 * 1280 * 1280 + 2 * 1280 * 640 + 3 * 1280 * 5120 + 2 * 1280 + 160) + 1280
     assert base.total == base.non_embedding + 151_936 * 1280 == 1_079_313_280
-    mhar = count_parameters(ModelConfig(**shape("1b"), residual=Mhar()))
+    mhar = count_parameters(sized("1b", residual=Mhar()))
     # "the extra parameters are only +0.02%" at 1B (arXiv 2607.27230, appendix F)
     assert round(100 * (mhar.total / base.total - 1), 2) == 0.02
 
 
-def test_ladder_is_half_decades_of_non_embedding_parameters() -> None:
-    nominal = {"50k": 5e4, "160k": 1.6e5, "500k": 5e5, "1.6m": 1.6e6, "5m": 5e6, "16m": 1.6e7, "50m": 5e7}
-    for size, target in nominal.items():
-        actual = count_parameters(ModelConfig(**shape(size))).non_embedding
-        assert abs(actual / target - 1) < 0.02, (size, actual)
-    assert set(nominal) | {"100m", "350m", "1b"} == set(SIZES)
+def test_small_sizes_are_named_by_their_non_embedding_parameters() -> None:
+    units = {"k": 1e3, "m": 1e6}
+    for size in SIZES.keys() - {"100m", "350m", "1b"}:  # those are the MHAR paper's names for its totals
+        nominal = float(size[:-1]) * units[size[-1]]
+        actual = count_parameters(sized(size)).non_embedding
+        assert abs(actual / nominal - 1) < 0.08, (size, actual)
 
 
 @pytest.mark.parametrize("method", sorted(METHODS))
 @pytest.mark.parametrize("size", ["50k", "500k"])
 def test_parameters_are_those_of_the_module(size: str, method: str) -> None:
-    config = ModelConfig(**shape(size), residual=METHODS[method]())
+    config = sized(size, residual=METHODS[method]())
     with torch.device("meta"):
         model = Transformer(config)
     assert count_parameters(config).total == sum(p.numel() for p in model.parameters())
@@ -87,14 +95,14 @@ def test_flops_are_those_of_torch_s_counter(seq_len: int) -> None:
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         loss = model.logits(model(tokens_BT)).sum()
         forward = counter.get_total_flops()
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
     expected = count_flops(config, seq_len, causal=False)
     assert forward == 2 * seq_len * expected.forward
     assert counter.get_total_flops() == 2 * seq_len * expected.training
 
 
 def test_causal_attention_counts_the_pairs_there_are() -> None:
-    config = ModelConfig(**shape("50k"))
+    config = sized("50k")
     for seq_len in (1, 5, 128):
         pairs = sum(t + 1 for t in range(seq_len))
         per_token = count_flops(config, seq_len).groups["attention_scores"]
@@ -102,7 +110,7 @@ def test_causal_attention_counts_the_pairs_there_are() -> None:
 
 
 def test_bytes_of_parameters_gradients_and_optimizer() -> None:
-    config = ModelConfig(**shape("500k"))
+    config = sized("500k")
     total = count_parameters(config).total
     mixed = estimate_memory(RunConfig(model=config))
     assert (mixed.parameters, mixed.gradients, mixed.optimizer) == (4 * total, 4 * total, 8 * total)
@@ -113,7 +121,7 @@ def test_bytes_of_parameters_gradients_and_optimizer() -> None:
 
 @pytest.mark.parametrize("method", ["baseline", "mhar"])
 def test_bytes_of_activations_are_those_kept_for_the_backward_pass(method: str) -> None:
-    config = ModelConfig(**{**shape("500k"), "vocab_size": 256}, residual=METHODS[method]())
+    config = sized("500k", vocab_size=256, residual=METHODS[method]())
     model = Transformer(config)
     model.init_weights(0)
     kept: dict[int, int] = {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
@@ -31,8 +32,9 @@ def test_json_is_one_object_with_unrounded_numbers() -> None:
 
 
 def test_text_names_every_group() -> None:
-    text = render(summarise(RunConfig(model=ModelConfig(size="50k", **shape("50k"), residual=Mhar(heads=8)))))
-    assert "residual: mhar (heads 8, query_init zero)" in text
+    fields: dict[str, Any] = {**shape("50k"), "size": "50k", "residual": Mhar(heads=8)}
+    text = render(summarise(RunConfig(model=ModelConfig(**fields))))
+    assert "residual: mhar (heads 8, query_init zero, key_norm full, source output, align slices)" in text
     for row in ("embedding", "attention scores", "logits", "routing", "6 N (total)", "optimizer"):
         assert f"  {row} " in text
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
 from scaling.corpus import Document, prepare
 from scaling.tokens import TokenStore
 
@@ -27,3 +29,8 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> TokenStore:
     corpus = documents(300, "code") + documents(200, "books") + documents(100, "maths")
     out: Path = tmp_path_factory.mktemp("store") / "bytes"
     return prepare(corpus, out, held_out_fraction=0.2)
+
+
+@pytest.fixture(scope="session")
+def make_documents() -> Callable[..., list[Document]]:
+    return documents

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from scaling.corpus import Document, prepare
 from scaling.errors import ConfigError, DataError
 from scaling.loader import IGNORED, MIXTURE_BLOCK, Batch, Loader, held_out_batches, largest_remainder, papers_batches
@@ -105,6 +106,7 @@ def test_masking_marks_documents_and_ignores_targets_across_them(store: TokenSto
     shares=st.fixed_dictionaries({"code": st.floats(0.1, 9), "books": st.floats(0.1, 9), "maths": st.floats(0.1, 9)}),
     seed=st.integers(0, 100),
 )
+@settings(max_examples=8)
 def test_mixture_gives_each_source_its_share(store: TokenStore, shares: dict[str, float], seed: int) -> None:
     one = loader(store, weights=shares, seed=seed)
     starts = one.starts(np.arange(MIXTURE_BLOCK))
@@ -123,8 +125,12 @@ def test_mixture_goes_through_each_source_before_it_repeats(store: TokenStore) -
         inside = starts[(starts >= first) & (starts < last)]
         counts = np.bincount((inside - first) // 32)
         assert counts.max() - counts.min() <= 1, "ordinals of whole blocks are consecutive"
-        assert one.epochs(MIXTURE_BLOCK)[source] * len(counts) == pytest.approx(one.mixture[source] * MIXTURE_BLOCK * 24)
-    assert set(store.source_of(store.document_of(starts)).tolist()) == {store.sources.index(s) for s in ("code", "maths")}
+        assert one.epochs(MIXTURE_BLOCK)[source] * len(counts) == pytest.approx(
+            one.mixture[source] * MIXTURE_BLOCK * 24
+        )
+    assert set(store.source_of(store.document_of(starts)).tolist()) == {
+        store.sources.index(s) for s in ("code", "maths")
+    }
 
 
 def test_mixture_is_mixed_within_a_batch(store: TokenStore) -> None:
@@ -142,7 +148,10 @@ def test_epochs_without_weights(store: TokenStore) -> None:
 
 
 def test_held_out_is_fixed_and_extends(store: TokenStore) -> None:
-    few, many = joined(list(held_out_batches(store, 32, 20))), joined(list(held_out_batches(store, 32, 60, batch_size=7)))
+    few, many = (
+        joined(list(held_out_batches(store, 32, 20))),
+        joined(list(held_out_batches(store, 32, 60, batch_size=7))),
+    )
     assert many[2][:20] == few[2] and len(set(many[2])) == 60
     first, last = store.span("held_out")
     assert min(many[2]) >= first and max(many[2]) + 33 <= last
@@ -169,7 +178,9 @@ def test_largest_remainder_sums_and_is_near(weights: list[float], total: int) ->
 
 def test_too_small_says_how_many_tokens_are_needed(store: TokenStore) -> None:
     have = store.tokens_of("train")
-    with pytest.raises(DataError, match=rf"256 sequences of 1024 needs 262,145 training tokens, the store has {have:,}"):
+    with pytest.raises(
+        DataError, match=rf"256 sequences of 1024 needs 262,145 training tokens, the store has {have:,}"
+    ):
         Loader(store, seq_len=1024, batch_size=256, seed=0)
     have = store.tokens_of("held_out")
     with pytest.raises(DataError, match=rf"need 131,073 tokens, it has {have:,}; set evaluation.num_sequences="):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import base64
+import fcntl
 import itertools
 import json
 import os
 import selectors
 import shutil
 import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any, Final
@@ -41,14 +43,27 @@ class Chromium:
     def __init__(self, command: str, profile: Path) -> None:
         browser_reads, self._write = os.pipe()
         self._read, browser_writes = os.pipe()
-        shell = f'exec "$0" "$@" 3<&{browser_reads} 4>&{browser_writes}'
+        # Chromium reads commands from descriptor 3 and writes answers to 4; a small program puts the pipes there.
+        place = "import os, sys; a = sys.argv; os.dup2(int(a[1]), 3); os.dup2(int(a[2]), 4); os.execv(a[3], a[3:])"
+        safe_reads, safe_writes = (fcntl.fcntl(fd, fcntl.F_DUPFD, 10) for fd in (browser_reads, browser_writes))
         self._process = subprocess.Popen(
-            ["/bin/sh", "-c", shell, command, *FLAGS, f"--user-data-dir={profile}", "about:blank"],
-            pass_fds=(browser_reads, browser_writes),
+            [
+                sys.executable,
+                "-c",
+                place,
+                str(safe_reads),
+                str(safe_writes),
+                command,
+                *FLAGS,
+                f"--user-data-dir={profile}",
+            ],
+            pass_fds=(safe_reads, safe_writes),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
+        os.close(safe_reads)
+        os.close(safe_writes)
         os.close(browser_reads)
         os.close(browser_writes)
         self._numbers = itertools.count(1)

@@ -15,6 +15,7 @@ import signal
 import socket
 import stat
 import subprocess
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -241,8 +242,8 @@ class Cluster:
             account = ["AccountingStorageType=accounting_storage/none"]
         lines = [
             "ClusterName=lab", f"SlurmctldHost={host}(127.0.0.1)", "SlurmUser=root", "SlurmdUser=root",
-            # A requeued job waits cred_expire before it may start again: 120 s by default.
-            "AuthType=auth/munge", f"AuthInfo=socket={self._socket},cred_expire=3", "CredType=cred/munge",
+            # A requeued job waits cred_expire before it may start again: 120 s by default, 5 s at least.
+            "AuthType=auth/munge", f"AuthInfo=socket={self._socket},cred_expire=5", "CredType=cred/munge",
             f"SlurmctldPort={self.ports[1]}", f"SlurmdPort={self.ports[2]}",
             f"StateSaveLocation={root}/state", f"SlurmdSpoolDir={root}/spool/%n",
             f"SlurmctldPidFile={root}/state/slurmctld.pid", f"SlurmdPidFile={root}/spool/%n.pid",
@@ -290,13 +291,15 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     options = parser.parse_args()
     cluster = Cluster(options.folder.resolve())
+    over = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):  # set here: a shell starts background jobs with SIGINT ignored
+        signal.signal(number, lambda *_: over.set())
     begun_s = time.monotonic()
     try:
         cluster.start()
         print(f"up in {time.monotonic() - begun_s:.1f} s; export SLURM_CONF={cluster.conf}", flush=True)
-        signal.pause()
-    except KeyboardInterrupt:
-        pass
+        while not over.wait(1.0):
+            pass
     finally:
         cluster.stop()
 

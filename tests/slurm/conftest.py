@@ -9,6 +9,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,8 +52,9 @@ def cluster() -> Iterator[Any]:
     before = dict(os.environ)
     try:
         one.start()
+        ours = one.environment
         os.environ.clear()
-        os.environ.update(one.environment)
+        os.environ.update(ours)
         os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "sweeps")])
         os.environ["SCALING_SITE"] = str(folder / "site.yaml")
         (folder / "site.yaml").write_text("partition: main\n", encoding="utf-8")
@@ -80,14 +82,15 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture
-def make(tmp_path: Path, store: Path, cluster: Any) -> Callable[..., Any]:
-    """Make the plan of a sweep of tiny runs; keyword arguments are sections of its file."""
-    from scaling.sweeps.document import Document
-    from scaling.sweeps.plan import plan
-    from scaling.sweeps.spec import build_spec
+@pytest.fixture(scope="session")
+def make_in(store: Path, cluster: Any) -> Callable[..., Any]:
+    """Make the plan of a sweep of tiny runs in a folder; keyword arguments are sections of its file."""
+    import yaml
 
-    def build(name: str, *, steps: int = 12, settings: tuple[str, ...] = (), **rest: Any) -> Any:
+    from scaling.sweeps.plan import plan
+    from scaling.sweeps.spec import load_spec
+
+    def build(folder: Path, name: str, *, steps: int = 12, settings: tuple[str, ...] = (), **rest: Any) -> Any:
         base = {
             "model": {"size": "50k", "vocab_size": 257},
             "data": {"path": str(store), "seq_len": 32, "batch_size": 4},
@@ -96,10 +99,17 @@ def make(tmp_path: Path, store: Path, cluster: Any) -> Callable[..., Any]:
             "run": {"device": "cpu", "log_every_steps": 2, "checkpoint_every_steps": 10},
         }
         resources = {"time": 10, "signal": 10, "memory": "100M", **rest.pop("resources", {})}
-        document = Document(tree={"name": name, "base": base, "resources": resources, **rest}, source=f"{name}.yaml")
-        return plan(build_spec(document, default_name=name, settings=settings), tmp_path / "runs")
+        file = folder / f"{name}.yaml"
+        file.write_text(yaml.safe_dump({"base": base, "resources": resources, **rest}), encoding="utf-8")
+        return plan(load_spec(file, settings), folder / "runs")
 
     return build
+
+
+@pytest.fixture
+def make(make_in: Callable[..., Any], tmp_path: Path) -> Callable[..., Any]:
+    """Make the plan of a sweep in this test's folder."""
+    return partial(make_in, tmp_path)
 
 
 @pytest.fixture

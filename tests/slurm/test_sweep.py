@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
+import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +29,36 @@ from scaling.sweeps.submit import Submitter, feed
 TOY = "toy_trainer:train"
 
 
+@pytest.fixture(scope="module", autouse=True)
+def limited(make_in: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A run that needs longer than its time limit: it trains beside all other tests, the last one looks at it."""
+    planned = make_in(
+        tmp_path_factory.mktemp("limited"),
+        "limited",
+        steps=560,  # 112 s; the signal comes after 50 to 110 s of 2 minutes
+        grid={"seed": [0]},
+        resources={"time": 2, "sbatch": {"nodelist": "n3"}},
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TOY", json.dumps({planned.runs[0].label: "slow"}))
+        submitter(planned, trainer=TOY).submit()
+    return planned
+
+
+@pytest.fixture(autouse=True)
+def empty_queue(cluster: Any) -> Iterator[None]:
+    """Nothing of one test is left for the next one."""
+
+    def others() -> list[str]:
+        lines = cluster.run("squeue", "-h", "-o", "%A %j", check=False).splitlines()
+        return [line.split()[0] for line in lines if not line.split()[1].startswith("limited.")]
+
+    yield
+    if jobs := others():
+        cluster.run("scancel", *jobs, check=False)
+        cluster.wait(lambda: not others(), 30, "an empty queue")
+
+
 def submitter(planned: Any, **rest: Any) -> Submitter:
     return Submitter(plan=planned, site=rest.pop("site", Site(partition="main")), **rest)
 
@@ -35,7 +68,8 @@ def running(planned: Any, step: int = 1) -> Callable[[], Any]:
 
     def look() -> Any:
         now = status(planned)
-        return now if all(row.step is not None and row.step >= step and row.look.attempts for row in now.runs) else None
+        steps = [row.look.step if row.look is not None and row.look.attempts else None for row in now.runs]
+        return now if all(reached is not None and reached >= step for reached in steps) else None
 
     return look
 
@@ -44,7 +78,7 @@ def test_24_real_trainings_to_their_end_within_the_throttle(make: Any, finish: A
     planned = make(
         "main24",
         grid={"method": ["baseline", "mhar"], "lr": [1e-3, 3e-3], "seed": {"range": [0, 5]}},
-        resources={"runs_per_job": 3},
+        resources={"runs_per_job": 4},
         throttle=3,
     )
     assert len(planned.runs) == 24
@@ -52,7 +86,7 @@ def test_24_real_trainings_to_their_end_within_the_throttle(make: Any, finish: A
     begun_s = time.monotonic()
     report = submitter(planned).submit()
     assert time.monotonic() - begun_s < 10
-    assert (report.runs, report.jobs, report.waiting) == (24, 8, 0)
+    assert (report.runs, report.jobs, report.waiting) == (24, 6, 0)
 
     def count() -> None:
         nonlocal most
@@ -88,7 +122,7 @@ def test_24_real_trainings_to_their_end_within_the_throttle(make: Any, finish: A
 def test_killed_worker_is_a_crash_and_a_retry_goes_on_from_its_checkpoint(
     make: Any, wait: Any, finish: Any, check_records: Any
 ) -> None:
-    planned = make("killed", steps=600, grid={"seed": [0]})
+    planned = make("killed", steps=300, grid={"seed": [0]})
     submitter(planned).submit()
     wait(running(planned, step=30), 60, "30 steps")
     folder = RunFolder(planned.out / planned.runs[0].key)
@@ -132,14 +166,14 @@ def test_cancelling_a_part_leaves_the_rest(
 def test_preempted_run_saves_itself_and_comes_back(
     make: Any, wait: Any, finish: Any, check_records: Any, cluster: Any
 ) -> None:
-    planned = make("preempted", steps=1500, grid={"seed": [0]}, resources={"gpus": 2, "sbatch": {"nodelist": "n4"}})
+    planned = make(
+        "preempted", steps=400, grid={"seed": [0]}, resources={"memory": "3500M", "sbatch": {"nodelist": "n4"}}
+    )
     submitter(planned, site=Site(partition="scavenge")).submit()
     wait(running(planned, step=30), 60, "30 steps")
     (first,) = Ledger(planned.sweep_folder).jobs().values()
     before = RunFolder(planned.out / planned.runs[0].key).attempts()
-    high = cluster.run(
-        "sbatch", "--parsable", "--gres=gpu:2", "-w", "n4", "-o", "/dev/null", "--wrap", "sleep 3"
-    ).strip()
+    high = cluster.run("sbatch", "--parsable", "--mem=3500", "-w", "n4", "-o", "/dev/null", "--wrap", "sleep 3").strip()
     requeued = wait(lambda: [r for r in status(planned).runs if r.state.state == "requeued"], 60, "the requeue")
     assert requeued[0].state.slurm in ("PENDING", "PREEMPTED", "REQUEUED")
     now = finish(planned, 120)
@@ -157,8 +191,8 @@ def test_preempted_run_saves_itself_and_comes_back(
 def test_lost_node_and_its_twin_leave_one_record(
     make: Any, wait: Any, finish: Any, toy: Any, check_records: Any, cluster: Any
 ) -> None:
-    planned = make("lost", steps=260, grid={"seed": [0]}, resources={"sbatch": {"nodelist": "n[1-2]", "nodes": "1-1"}})
-    toy(**{planned.runs[0].label: "slow"})  # 52 s: longer than Slurm takes to give the node up
+    planned = make("lost", steps=200, grid={"seed": [0]}, resources={"sbatch": {"exclude": "n[3-4]"}})
+    toy(**{planned.runs[0].label: "slow"})  # 40 s: longer than Slurm takes to give the node up
     submitter(planned, trainer=TOY).submit()
     wait(running(planned, step=3), 60, "3 steps")
     (job, _), = Ledger(planned.sweep_folder).jobs().values()  # fmt: skip
@@ -183,16 +217,8 @@ def test_lost_node_and_its_twin_leave_one_record(
     wait(lambda: node in cluster.run("sinfo", "-h", "-N", "-t", "idle,mix", "-o", "%N"), 60, "the node's return")
 
 
-def test_time_limit_saves_and_requeues_until_the_end(make: Any, finish: Any, toy: Any, check_records: Any) -> None:
-    planned = make("timeout", steps=560, grid={"seed": [0]}, resources={"time": 2})
-    toy(**{planned.runs[0].label: "slow"})  # 112 s: the signal comes after 50 to 110 s
-    submitter(planned, trainer=TOY).submit()
-    now = finish(planned, 240)
-    assert now.counts == {"done": 1}
-    check_records(planned, now)
-    attempts = RunFolder(planned.out / planned.runs[0].key).attempts()
-    assert len(attempts) == 2 and attempts[1].resumed_from_step > 0
-    assert {item.restart_count for item in attempts} == {0, 1}
+def started(planned: Any, times: int) -> bool:
+    return len(RunFolder(planned.out / planned.runs[0].key).attempts()) == times
 
 
 def test_bounded_requeues_end_as_timeout(make: Any, wait: Any, finish: Any, toy: Any, cluster: Any) -> None:
@@ -200,7 +226,7 @@ def test_bounded_requeues_end_as_timeout(make: Any, wait: Any, finish: Any, toy:
     toy(**{planned.runs[0].label: "slow"})
     submitter(planned, trainer=TOY).submit()
     for attempt in (1, 2):
-        wait(lambda: len(RunFolder(planned.out / planned.runs[0].key).attempts()) == attempt, 60, f"start {attempt}")
+        wait(partial(started, planned, attempt), 60, f"start {attempt}")
         (job, _), = Ledger(planned.sweep_folder).jobs().values()  # fmt: skip
         cluster.run("scancel", "--signal=USR2", job)  # what Slurm sends before the limit
     now = finish(planned, 60)
@@ -209,12 +235,12 @@ def test_bounded_requeues_end_as_timeout(make: Any, wait: Any, finish: Any, toy:
 
 
 def test_arrays_are_cut_at_the_highest_index_and_300_runs_end_right(make: Any, finish: Any, toy: Any) -> None:
-    planned = make("many", steps=2, grid={"seed": {"range": [0, 299]}}, resources={"runs_per_job": 3})
+    planned = make("many", steps=2, grid={"seed": {"range": [0, 299]}}, resources={"runs_per_job": 5})
     toy(**{run.label: mood for run, mood in zip(planned.runs, ["crash", "diverge", "oom"], strict=False)})
     begun_s = time.monotonic()
     report = submitter(planned, trainer=TOY).submit()
     assert time.monotonic() - begun_s < 10
-    assert (report.runs, report.jobs, len(report.job_ids)) == (300, 100, 4)  # 26 tasks an array
+    assert (report.runs, report.jobs, len(report.job_ids)) == (300, 60, 3)  # 26 tasks an array
     names = Ledger(planned.sweep_folder).job_names()
     end_s = time.monotonic() + 240
     while any(view.state in ("PENDING", "RUNNING", "COMPLETING") for view in Slurm().queue(names).values()):
@@ -225,6 +251,123 @@ def test_arrays_are_cut_at_the_highest_index_and_300_runs_end_right(make: Any, f
     assert sorted(row.state.word for row in now.runs if row.state.state == "failed") == ["failed:crash", "failed:oom"]
     files = [path for path in planned.sweep_folder.rglob("*") if path.is_file() and "code" not in path.parts]
     assert len(files) <= 300  # of the sweep: a log a task and a few an array; the run folders come on top
+
+
+def test_times_that_cannot_work_are_refused(make: Any) -> None:
+    with pytest.raises(ValueError, match=r"time=0:01:00 must exceed signal=10s by more than 90s"):
+        make("short", resources={"time": 1})
+    planned = make("long", resources={"time": "2h"})
+    with pytest.raises(ClusterError, match=r"time=2:00:00 exceeds the MaxTime 1:00:00 of partition scavenge"):
+        submitter(planned, site=Site(partition="scavenge")).submit()
+    with pytest.raises(ClusterError, match=r"partition='gpu': no such partition; allowed: main, scavenge"):
+        submitter(planned, site=Site(partition="gpu")).submit()
+
+
+def test_refused_sbatch_leaves_nothing(make: Any, finish: Any, toy: Any) -> None:
+    planned = make("refused", steps=2, resources={"sbatch": {"constraint": "nosuchfeature"}})
+    toy()
+    with pytest.raises(ClusterError, match=r"sbatch: .*Invalid feature specification; nothing of this array is left"):
+        submitter(planned, trainer=TOY).submit()
+    assert list((planned.sweep_folder / "arrays").iterdir()) == []
+    assert status(planned).counts == {"planned": 1}
+    good = make("refused", steps=2)
+    assert submitter(good, trainer=TOY).submit().runs == 1
+    assert finish(good, 60).counts == {"done": 1}
+
+
+def test_controller_down_at_submit_and_during_status(make: Any, wait: Any, finish: Any, toy: Any, cluster: Any) -> None:
+    planned = make("down", steps=150, grid={"seed": [0, 1]}, resources={"time": 10})
+    new, held = make("new", steps=2), make("held", steps=2, resources={"sbatch": {"hold": True}})
+    toy(**{run.label: "slow" for run in planned.runs[:1]})
+    submitter(planned, trainer=TOY).submit()
+    wait(
+        lambda: status(planned).counts.get("done", 0) == 1 and status(planned).counts.get("running", 0) == 1, 60, "one"
+    )
+    cluster.end("slurmctld")
+    try:
+        now = status(planned)
+        assert now.trouble and {row.state.state for row in now.runs} == {"done", "running"}  # the folders still know
+        (row,) = status(held).runs
+        assert row.state.state == "unknown" and "cannot be reached" in row.state.reason
+        with pytest.raises(ClusterError, match=r"[Uu]nable to contact slurm controller"):
+            submitter(new, trainer=TOY).submit()
+        assert not (new.sweep_folder / "arrays").exists()
+        with pytest.raises(ClusterError, match=r"nothing was submitted"):
+            submitter(planned, trainer=TOY).submit()
+    finally:
+        cluster.start_controller()
+    wait(lambda: not status(planned).trouble, 30, "the controller")
+    assert status(held).counts == {"queued": 1}
+    cancel(held, status(held).runs, Slurm(), everything=True)
+    assert submitter(new, trainer=TOY).submit().runs == 1
+    assert finish(new, 60).counts == {"done": 1}
+    assert finish(planned, 90).counts == {"done": 2}
+
+
+def test_full_disk_in_the_run_folder(make: Any, finish: Any, toy: Any, tmp_path: Path) -> None:
+    planned = make("full", steps=40, grid={"seed": [0]})
+    small = planned.out / planned.runs[0].key
+    small.mkdir(parents=True)
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=100k", "tmpfs", str(small)], check=False)
+    assert mounted.returncode == 0, "mounting a small tmpfs needs root"
+    try:
+        submitter(planned).submit()
+        now = finish(planned, 90)
+        (row,) = now.runs
+        assert row.state.word == "failed:crash"
+        assert "No space left" in row.state.reason + log_of(planned, row).error, (row.state, log_of(planned, row))
+    finally:
+        subprocess.run(["umount", "-l", str(small)], check=True)
+
+
+def test_jobs_run_the_code_as_it_was_at_submit(make: Any, finish: Any, toy: Any, tmp_path: Path) -> None:
+    from scaling.sweeps import snapshot
+
+    root = tmp_path / "checkout"
+    source = Path(snapshot.__file__).resolve().parent.parent
+    subprocess.run(["git", "clone", "-q", str(source), str(root)], check=True)
+    (root / "scaling" / "marker.py").write_text("VALUE = 'as submitted'\n", encoding="utf-8")
+    taken = snapshot.take(tmp_path / "sweep", root)
+    (root / "scaling" / "marker.py").write_text("VALUE = 'edited since'\n", encoding="utf-8")
+    code = "import scaling.marker as m; print(m.VALUE)"
+    job = subprocess.run(
+        ["sbatch", "--parsable", "--wait", "-D", str(root), "-o", str(tmp_path / "out"), "--wrap",
+         f"export PYTHONSAFEPATH=1 PYTHONPATH={taken.path}; {sys.executable} -c '{code}'"],
+        check=True, capture_output=True, text=True,
+    )  # fmt: skip
+    assert job.stdout.strip().isdigit()
+    assert (tmp_path / "out").read_text(encoding="utf-8").strip() == "as submitted"
+    assert taken.dirty and snapshot.take(tmp_path / "sweep", root).path != taken.path
+
+
+def test_run_over_several_processes_by_srun(make: Any, finish: Any, check_records: Any) -> None:
+    planned = make(
+        "spread", steps=6, settings=("run.parallel=ddp",), resources={"gpus": 2, "cpus": 2, "memory": "800M"}
+    )
+    submitter(planned).submit()
+    now = finish(planned, 120)
+    assert now.counts == {"done": 1}, log_of(planned, now.runs[0]).tail(30)
+    check_records(planned, now)
+
+
+def test_submitting_from_inside_a_job(make: Any, finish: Any, toy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    planned = make("inside", steps=2)
+    toy()
+    for name, value in {"SLURM_MEM_PER_CPU": "7", "SLURM_MEM_PER_NODE": "9", "SBATCH_PARTITION": "scavenge"}.items():
+        monkeypatch.setenv(name, value)
+    submitter(planned, trainer=TOY).submit()
+    assert finish(planned, 60).counts == {"done": 1}
+    assert os.environ["SLURM_MEM_PER_CPU"] == "7"
+
+
+def test_time_limit_saves_and_requeues_until_the_end(limited: Any, finish: Any, check_records: Any) -> None:
+    now = finish(limited, 240)
+    assert now.counts == {"done": 1}
+    check_records(limited, now)
+    attempts = RunFolder(limited.out / limited.runs[0].key).attempts()
+    assert len(attempts) >= 2 and attempts[1].resumed_from_step > 0
+    assert [item.restart_count for item in attempts] == list(range(len(attempts)))
+    assert len({item.job_id for item in attempts}) == 1
 
 
 def test_submit_limit_is_fed(make: Any, finish: Any, toy: Any, cluster: Any) -> None:
@@ -269,120 +412,3 @@ def finish_part(planned: Any, count: int, limit_s: float) -> bool:
             return False
         time.sleep(0.5)
     return True
-
-
-def test_times_that_cannot_work_are_refused(make: Any) -> None:
-    with pytest.raises(ValueError, match=r"time=0:01:00 must exceed signal=10s by more than 90s"):
-        make("short", resources={"time": 1})
-    planned = make("long", resources={"time": "2h"})
-    with pytest.raises(ClusterError, match=r"time=2:00:00 exceeds the MaxTime 1:00:00 of partition scavenge"):
-        submitter(planned, site=Site(partition="scavenge")).submit()
-    with pytest.raises(ClusterError, match=r"partition='gpu': no such partition; allowed: main, scavenge"):
-        submitter(planned, site=Site(partition="gpu")).submit()
-
-
-def test_refused_sbatch_leaves_nothing(make: Any, finish: Any, toy: Any) -> None:
-    planned = make("refused", steps=2, resources={"sbatch": {"constraint": "nosuchfeature"}})
-    toy()
-    with pytest.raises(ClusterError, match=r"sbatch: .*Invalid feature specification; nothing of this array is left"):
-        submitter(planned, trainer=TOY).submit()
-    assert list((planned.sweep_folder / "arrays").iterdir()) == []
-    assert status(planned).counts == {"planned": 1}
-    good = make("refused", steps=2)
-    assert submitter(good, trainer=TOY).submit().runs == 1
-    assert finish(good, 60).counts == {"done": 1}
-
-
-def test_controller_down_at_submit_and_during_status(make: Any, wait: Any, finish: Any, toy: Any, cluster: Any) -> None:
-    planned = make("down", steps=150, grid={"seed": [0, 1]}, resources={"time": 10})
-    new = make("new", steps=2)
-    toy(**{run.label: "slow" for run in planned.runs[:1]})
-    submitter(planned, trainer=TOY).submit()
-    wait(
-        lambda: status(planned).counts.get("done", 0) == 1 and status(planned).counts.get("running", 0) == 1, 60, "one"
-    )
-    cluster.end("slurmctld")
-    try:
-        now = status(planned)
-        assert now.trouble and {row.state.state for row in now.runs} == {"done", "running"}  # the folders still know
-        with pytest.raises(ClusterError, match=r"[Uu]nable to contact slurm controller"):
-            submitter(new, trainer=TOY).submit()
-        assert not (new.sweep_folder / "arrays").exists()
-        with pytest.raises(ClusterError, match=r"nothing was submitted"):
-            submitter(planned, trainer=TOY).submit()
-    finally:
-        cluster.start_controller()
-    wait(lambda: not status(planned).trouble, 30, "the controller")
-    assert submitter(new, trainer=TOY).submit().runs == 1
-    assert finish(new, 60).counts == {"done": 1}
-    assert finish(planned, 90).counts == {"done": 2}
-
-
-def test_queued_run_is_unknown_while_nobody_can_say(make: Any, toy: Any, cluster: Any) -> None:
-    planned = make("held", steps=2, resources={"sbatch": {"hold": True}})
-    toy()
-    submitter(planned, trainer=TOY).submit()
-    assert status(planned).counts == {"queued": 1}
-    cluster.end("slurmctld")
-    try:
-        (row,) = status(planned).runs
-        assert row.state.state == "unknown" and "cannot be reached" in row.state.reason
-    finally:
-        cluster.start_controller()
-    assert status(planned).counts == {"queued": 1}
-    cancel(planned, status(planned).runs, Slurm(), everything=True)
-
-
-def test_full_disk_in_the_run_folder(make: Any, finish: Any, toy: Any, tmp_path: Path) -> None:
-    planned = make("full", steps=40, grid={"seed": [0]})
-    small = planned.out / planned.runs[0].key
-    small.mkdir(parents=True)
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=100k", "tmpfs", str(small)], check=False)
-    assert mounted.returncode == 0, "mounting a small tmpfs needs root"
-    try:
-        submitter(planned).submit()
-        now = finish(planned, 90)
-        (row,) = now.runs
-        assert row.state.word == "failed:crash"
-        assert "No space left" in row.state.reason + log_of(planned, row).error, (row.state, log_of(planned, row))
-    finally:
-        subprocess.run(["umount", str(small)], check=True)
-
-
-def test_jobs_run_the_code_as_it_was_at_submit(make: Any, finish: Any, toy: Any, tmp_path: Path) -> None:
-    from scaling.sweeps import snapshot
-
-    root = tmp_path / "checkout"
-    source = Path(snapshot.__file__).resolve().parent.parent
-    subprocess.run(["git", "clone", "-q", str(source), str(root)], check=True)
-    (root / "scaling" / "marker.py").write_text("VALUE = 'as submitted'\n", encoding="utf-8")
-    taken = snapshot.take(tmp_path / "sweep", root)
-    (root / "scaling" / "marker.py").write_text("VALUE = 'edited since'\n", encoding="utf-8")
-    job = subprocess.run(
-        ["sbatch", "--parsable", "--wait", "-D", str(root), "-o", str(tmp_path / "out"), "--wrap",
-         f"export PYTHONSAFEPATH=1 PYTHONPATH={taken.path}; {os.sys.executable} -c 'import scaling.marker as m; print(m.VALUE)'"],  # type: ignore[attr-defined]
-        check=True, capture_output=True, text=True,
-    )  # fmt: skip
-    assert job.stdout.strip().isdigit()
-    assert (tmp_path / "out").read_text(encoding="utf-8").strip() == "as submitted"
-    assert taken.dirty and snapshot.take(tmp_path / "sweep", root).path != taken.path
-
-
-def test_run_over_several_processes_by_srun(make: Any, finish: Any, check_records: Any) -> None:
-    planned = make(
-        "spread", steps=6, settings=("run.parallel=ddp",), resources={"gpus": 2, "cpus": 2, "memory": "800M"}
-    )
-    submitter(planned).submit()
-    now = finish(planned, 120)
-    assert now.counts == {"done": 1}, log_of(planned, now.runs[0]).tail(30)
-    check_records(planned, now)
-
-
-def test_submitting_from_inside_a_job(make: Any, finish: Any, toy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    planned = make("inside", steps=2)
-    toy()
-    for name, value in {"SLURM_MEM_PER_CPU": "7", "SLURM_MEM_PER_NODE": "9", "SBATCH_PARTITION": "scavenge"}.items():
-        monkeypatch.setenv(name, value)
-    submitter(planned, trainer=TOY).submit()
-    assert finish(planned, 60).counts == {"done": 1}
-    assert os.environ["SLURM_MEM_PER_CPU"] == "7"

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -20,18 +21,18 @@ from scaling.sweeps.estimate import Device, concerns, gpu_hours, run_s, wall_s
 from scaling.sweeps.plan import Plan, plan
 from scaling.sweeps.spec import build_spec
 
-TREE = {
+TREE: dict[str, Any] = {
     "name": "t",
     "base": {"model": {"size": "50k"}, "data": {"seq_len": 16, "batch_size": 2}, "schedule": {"steps": 10}},
 }
 
 
-def make(tmp: Path | None = None, **rest: object) -> Plan:
+def make(**rest: Any) -> Plan:
     document = Document(tree={**TREE, **rest}, source="t.yaml")
-    return plan(build_spec(document, default_name="t"), tmp or Path("runs"))
+    return plan(build_spec(document, default_name="t"), Path("runs"))
 
 
-def grid(**axes: object) -> dict[str, object]:
+def grid(**axes: Any) -> dict[str, Any]:
     return {"grid": axes}
 
 
@@ -122,9 +123,9 @@ def test_packed_runs_share_a_gpu_s_speed_and_cost() -> None:
 
 
 def test_concerns_name_memory_and_time() -> None:
-    big = make(base={**TREE["base"], "model": {"size": "1b"}, "data": {"seq_len": 4096, "batch_size": 512}})  # type: ignore[dict-item]
+    big = make(base={**TREE["base"], "model": {"size": "1b"}, "data": {"seq_len": 4096, "batch_size": 512}})
     (text,) = concerns(big.runs[0], Device.named("l4"))
     assert re.search(r"needs about \d+ GiB, l4 has 24; lower data\.micro_batch_size", text)
-    long = make(base={**TREE["base"], "model": {"size": "1b"}, "schedule": {"steps": 10**8}})  # type: ignore[dict-item]
+    long = make(base={**TREE["base"], "model": {"size": "1b"}, "schedule": {"steps": 10**8}})
     assert any("will be requeued" in text for text in concerns(long.runs[0], Device.named("h100")))
     assert concerns(make().runs[0], Device.named("h100")) == []

@@ -107,7 +107,10 @@ def test_refusals_name_line_and_nearest_key(tmp_path: Path, text: str, message: 
     [
         (BASE.replace("seq_len", "sqe_len"), "s.yaml:3: unknown key 'data.sqe_len'; did you mean 'seq_len'?"),
         (BASE + "grid:\n  H: [2]\n", "s.yaml:6: unknown key 'model.residual.heads'"),
-        (BASE + "grid:\n  method: [mahr]\n", "s.yaml:6: model.residual.method='mahr' is unknown; did you mean 'mhar'?"),
+        (
+            BASE + "grid:\n  method: [mharr]\n",
+            "s.yaml:6: model.residual.method='mharr' is unknown; did you mean 'mhar'?",
+        ),
         (BASE + "grid:\n  size: [50q]\n", "model.size='50q' is unknown; did you mean"),
         (BASE + "grid:\n  method: [mhar]\n  H: [5]\n", "heads=5 does not divide model.d_model=48"),
         (BASE + "grid:\n  kv: [2]\n", "num_kv_heads=2 does not divide num_heads=3; allowed: 1, 3"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +84,7 @@ def write_store(folder: Path, *, documents: int = 120, seed: int = 0) -> Path:
     return folder
 
 
-def make_config(store: Path, **sections: dict[str, Any]) -> RunConfig:
+def configure(store: Path, **sections: dict[str, Any]) -> RunConfig:
     """A two-layer model on a store; ``sections`` are merged over it, e.g. ``schedule={"steps": 5}``."""
     tree: dict[str, dict[str, Any]] = {
         "model": {
@@ -108,6 +109,12 @@ def make_config(store: Path, **sections: dict[str, Any]) -> RunConfig:
 @pytest.fixture(scope="session")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_store(tmp_path_factory.mktemp("store"))
+
+
+@pytest.fixture
+def make_config() -> Callable[..., RunConfig]:
+    """``make_config(store, section={...}, ...)``."""
+    return configure
 
 
 @pytest.fixture(autouse=True)

@@ -6,9 +6,9 @@ keep one or several running streams, ``depth`` those that attend over earlier ou
 outputs with learned weights.
 """
 
-from scaling.config.residual.base import ResidualConfig
+from scaling.config.residual.base import Blocked, ResidualConfig
 from scaling.config.residual.dense import DenseFormer, MuddFormer
-from scaling.config.residual.depth import AttnRes, Blocked, Delta, Mhar, Msar
+from scaling.config.residual.depth import AttnRes, Delta, Mhar, Msar
 from scaling.config.residual.stream import AttnResMhc, Baseline, DeepNet, HyperConnections, Mhc, RealFormer, ReZero
 
 METHODS: dict[str, type[ResidualConfig]] = {

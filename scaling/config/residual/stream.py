@@ -43,11 +43,11 @@ class Mhc(ResidualConfig):
     """Manifold-constrained hyper-connections, m = ``streams`` (arXiv 2512.24880).
 
     Public code disagrees on much of it. ``order``: which axis the Sinkhorn iteration norms first (the paper: columns).
-    ``sinkhorn_start``: from exp of the logits (the paper), or from a row softmax. ``transpose``: apply H^res transposed.
-    ``read_out``: sum of the streams, or a learned sigmoid mixture. ``start``: the initial values, which the paper does
-    not give; ``prenorm`` (projections 0, read weights off by one stream) computes the pre-norm function exactly and can
-    still separate the streams, ``random`` draws the projections from N(0, 0.02^2). ``mixing_start``: H^res near uniform
-    or near the identity.
+    ``sinkhorn_start``: from exp of the logits (the paper), or from a row softmax. ``transpose``: apply H^res
+    transposed. ``read_out``: sum of the streams, or a learned sigmoid mixture. ``start``: the initial values, which the
+    paper does not give; ``prenorm`` (projections 0, reads that favour one stream each) computes the pre-norm function
+    exactly and can still separate the streams, ``random`` draws the projections from N(0, 0.02^2). ``mixing_start``:
+    H^res near uniform or near the identity.
     """
 
     method: ClassVar[str] = "mhc"

@@ -1,0 +1,267 @@
+"""Timings of the routing kernels and of whole training steps, side by side in one run on one GPU.
+
+``scaling bench`` prints what these functions return. A kernel's time is set against the bytes it must move at the copy
+rate measured in the same run; a step's time against the compiled pre-norm baseline of the same shape, timed just
+before it. Steps are timed twice: launched one kernel at a time, and replayed as one CUDA graph, which takes the host's
+launch time out of both sides.
+
+Shape legend: N rows, S sites, T tokens, D width, H heads, K sources of a group.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from scaling.errors import KernelError, nearest
+from scaling.kernels.decoder import METHODS, SHAPES, VOCABULARIES, Decoder, Shape
+from scaling.kernels.gather import gather, gather_group, query_gradient, receive
+from scaling.kernels.pull import pull, pull_group
+
+_LOG = logging.getLogger(__name__)
+_QUANTILES = (0.2, 0.5, 0.8)
+_HEADS = 8
+_GROUP = 8
+_CEILING_BYTES = 2**32  # far beyond the 60 MB of an H200's L2
+
+
+def bench_train(
+    *,
+    shapes: Iterable[str] | None = None,
+    vocabularies: Iterable[int] = VOCABULARIES,
+    methods: Iterable[str] | None = None,
+    repeats: int = 10,
+) -> dict[str, Any]:
+    """Time whole steps of every method at every shape and vocabulary.
+
+    Returns
+    -------
+    dict
+        ``versions`` and ``rows``: one row a (shape, vocabulary, method, pass, launch), with ``ms`` quantiles, ``ratio``
+        of the baseline's median to this one's, ``peak_bytes`` and ``peak_ratio``.
+    """
+    _need_gpu()
+    chosen = _pick(tuple(METHODS) if methods is None else tuple(methods), tuple(METHODS), "method")
+    names = [shape.name for shape in SHAPES]
+    sizes = [shape for shape in SHAPES if shape.name in _pick(tuple(shapes or names), tuple(names), "shape")]
+    rows: list[dict[str, Any]] = []
+    for shape in sizes:
+        for vocabulary in vocabularies:
+            base: dict[tuple[str, str], dict[str, Any]] = {}
+            for method in ("baseline", *(name for name in chosen if name != "baseline")):
+                for row in _step_rows(shape, vocabulary, method, repeats):
+                    key = row["pass"], row["launch"]
+                    if method == "baseline":
+                        base[key] = row
+                    if "ms" in row and key in base and "ms" in base[key]:
+                        row["ratio"] = base[key]["ms"][1] / row["ms"][1]
+                        row["peak_ratio"] = row["peak_bytes"] / base[key]["peak_bytes"]
+                    rows.append(row)
+                    _LOG.info("%s", row)
+    return {"versions": _versions(), "rows": rows}
+
+
+def bench_kernels(*, shapes: Iterable[str] | None = None) -> dict[str, Any]:
+    """Time every routing kernel in bfloat16 at the geometry of every shape.
+
+    Returns
+    -------
+    dict
+        ``versions``, ``ceiling_bytes_per_s`` (a large copy, read and write counted) and ``rows``: operation, shape,
+        dtype, pass, ``ms`` quantiles, ``bytes`` counted, ``ceiling_share`` of the copy rate reached.
+    """
+    _need_gpu()
+    names = [shape.name for shape in SHAPES]
+    wanted = _pick(tuple(shapes or names), tuple(names), "shape")
+    ceiling = _copy_rate()
+    rows = []
+    for shape in SHAPES:
+        if shape.name not in wanted:
+            continue
+        for operation, direction, count, run in _kernels(shape):
+            times = _time(run)
+            rows.append(
+                {
+                    "operation": operation,
+                    "shape": shape.name,
+                    "dtype": "bfloat16",
+                    "pass": direction,
+                    "ms": times,
+                    "bytes": count,
+                    "ceiling_share": count / (times[1] * 1e-3) / ceiling,
+                }
+            )
+            _LOG.info("%s", rows[-1])
+    return {"versions": _versions(), "ceiling_bytes_per_s": ceiling, "rows": rows}
+
+
+def _step_rows(shape: Shape, vocabulary: int, method: str, repeats: int) -> Iterator[dict[str, Any]]:
+    """Rows of one method: eager and graph, without and with the optimiser; out of memory is a row that says so."""
+    row = {"shape": shape.name, "vocabulary": vocabulary, "method": method, "dtype": "bfloat16"}
+    torch._dynamo.reset()
+    torch.cuda.empty_cache()
+    torch.manual_seed(0)
+    try:
+        with torch.device("cuda"):
+            model = Decoder(shape, vocabulary, method=method).bfloat16()
+            tokens = torch.randint(vocabulary, (shape.batch, shape.time))
+        optimiser = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True, capturable=True)
+        target = tokens.roll(-1, 1)
+
+        def step(*, update: bool) -> Tensor:
+            loss = model(tokens, target)
+            loss.backward()  # type: ignore[no-untyped-call]
+            if update:
+                optimiser.step()
+            optimiser.zero_grad(set_to_none=True)
+            return loss.detach()
+
+        step(update=True)  # compiles, and gives the optimiser its state before memory is measured
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        loss = float(step(update=False))
+        row["peak_bytes"] = torch.cuda.max_memory_allocated()
+        row["loss"] = loss
+        for update, name in ((False, "forward+backward"), (True, "forward+backward+optimiser")):
+            yield {**row, "pass": name, "launch": "eager", "ms": _events(lambda: step(update=update), repeats)}
+        for update, name in ((False, "forward+backward"), (True, "forward+backward+optimiser")):
+            graph = _capture(lambda: step(update=update))
+            yield {**row, "pass": name, "launch": "graph", "ms": _events(graph.replay, repeats)}
+            del graph
+    except torch.cuda.OutOfMemoryError:
+        yield {**row, "pass": "forward+backward", "launch": "eager", "failed": "out of memory"}
+
+
+def _capture(step: Callable[[], object]) -> torch.cuda.CUDAGraph:
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph
+
+
+def _events(run: Callable[[], object], repeats: int) -> list[float]:
+    """Quantiles of single runs, milliseconds, after two that are not counted."""
+    times = []
+    for index in range(repeats + 2):
+        first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        first.record()
+        run()
+        last.record()
+        torch.cuda.synchronize()
+        if index >= 2:
+            times.append(first.elapsed_time(last))
+    return [float(q) for q in torch.tensor(times).quantile(torch.tensor(_QUANTILES))]
+
+
+def _time(run: Callable[[], object]) -> list[float]:
+    return list(triton.testing.do_bench(run, warmup=5, rep=25, quantiles=list(_QUANTILES)))
+
+
+def _copy_rate() -> float:
+    source = torch.randint(255, (_CEILING_BYTES,), dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    return 2 * _CEILING_BYTES / (_time(lambda: target.copy_(source))[1] * 1e-3)
+
+
+def _kernels(shape: Shape) -> Iterator[tuple[str, str, int, Callable[[], None]]]:
+    """(operation, pass, bytes that must move, call) of every kernel; calls walk through the bank to defeat the L2."""
+    D, T, N = shape.width, shape.batch * shape.time, 2 * shape.layers + 1
+    kind: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
+    bank_NTD = torch.randn(N + 1, T, D, **kind)
+    query_SD = (torch.randn(N, D, device="cuda") * 0.1).bfloat16()
+    factor_NT = torch.rand(N, T, device="cuda") + 0.5
+    lse_STH = torch.randn(N, T, _HEADS, device="cuda") + 3
+    delta_STH = torch.randn(N, T, _HEADS, device="cuda")
+    source_TD, output_TD, normed_TD = torch.randn(T, D, **kind), torch.empty(T, D, **kind), torch.empty(T, D, **kind)
+    gain_D, scale_T = torch.rand(D, **kind), torch.rand(T, device="cuda")
+    partial_KTD, radial_KTH = torch.randn(_GROUP, T, D, **kind), torch.randn(_GROUP, T, _HEADS, device="cuda")
+    row, turn = T * D * 2, 0
+
+    def first(length: int) -> int:
+        nonlocal turn
+        turn += 1
+        return turn * length % (N - length)
+
+    def run_pull(rows: int) -> None:
+        start = first(rows)
+        pull(
+            source_TD=source_TD, bank_NTD=bank_NTD, factor_NT=factor_NT, query_SD=query_SD, lse_STH=lse_STH,
+            output_TD=output_TD, gain_D=gain_D, normed_TD=normed_TD, output_factor_T=scale_T,
+            partial_TD=partial_KTD[0], partial_lse_TH=lse_STH[1], rows=range(start, start + rows), write_row=N,
+            site=3, eps=1e-6, output_eps=1e-6,
+        )  # fmt: skip
+
+    def run_gather(sites: int) -> None:
+        start = first(sites)
+        gather(
+            value_TD=source_TD, value_factor_T=factor_NT[0], gradient_MTD=bank_NTD[start : start + sites],
+            query_SD=query_SD, lse_STH=lse_STH, delta_STH=delta_STH, partial_TD=partial_KTD[0],
+            partial_radial_TH=radial_KTH[0], coefficient_MTH=coefficient_MTH[:sites], result_TD=output_TD,
+            sites=range(start, start + sites), eps=1e-6,
+        )  # fmt: skip
+
+    def run_receive() -> None:
+        receive(
+            incoming_TD=source_TD, output_TD=bank_NTD[first(1)], output_factor_T=scale_T, gradient_TD=bank_NTD[N],
+            delta_TH=delta_STH[0], gain_D=gain_D,
+        )  # fmt: skip
+
+    coefficient_MTH = torch.empty(_GROUP, T, _HEADS, **kind)
+    for rows in (0, 4, N // 2):
+        yield f"pull over {rows} rows", "forward", (rows + 5) * row, lambda rows=rows: run_pull(rows)
+    for rows in (_GROUP, (N - 1) // _GROUP * _GROUP - _GROUP):
+        yield f"pull_group of {_GROUP} over {rows} rows", "forward", (rows + _GROUP) * row, lambda rows=rows: pull_group(
+            bank_NTD=bank_NTD, factor_NT=factor_NT, query_SD=query_SD, partial_QTD=partial_KTD,
+            lse_QTH=lse_STH[:_GROUP], num_rows=rows, sites=range(_GROUP, 2 * _GROUP),
+        )  # fmt: skip
+    yield "receive", "backward", 3 * row, run_receive
+    for sites in (1, 4):
+        yield f"gather of {sites} sites", "backward", (sites + 3) * row, lambda sites=sites: run_gather(sites)
+    for sites in (_GROUP, N - _GROUP - 1):
+        coefficient = torch.empty(T, _HEADS, sites, _GROUP, **kind)
+        yield f"gather_group of {_GROUP} from {sites} sites", "backward", (
+            (sites + 2 * _GROUP) * row + coefficient.nbytes
+        ), lambda sites=sites, coefficient=coefficient: gather_group(
+            value_KTD=bank_NTD[:_GROUP], factor_KT=factor_NT[:_GROUP], gradient_MTD=bank_NTD[N - sites : N],
+            query_SD=query_SD, lse_STH=lse_STH, delta_STH=delta_STH, result_KTD=partial_KTD, radial_KTH=radial_KTH,
+            coefficient_THMK=coefficient, sites=range(N - sites, N), add=False,
+        )  # fmt: skip
+        splits_PSD = torch.zeros(66, N, D, device="cuda")
+        yield f"query_gradient of {sites} sites", "backward", _GROUP * row + coefficient.nbytes, (
+            lambda sites=sites, coefficient=coefficient, splits_PSD=splits_PSD: query_gradient(
+                coefficient=coefficient, steps=coefficient.stride(), value_KTD=bank_NTD[:_GROUP],
+                result_PSD=splits_PSD, sites=range(N - sites, N), heads=_HEADS,
+            )
+        )  # fmt: skip
+
+
+def _pick(wanted: tuple[str, ...], known: tuple[str, ...], what: str) -> tuple[str, ...]:
+    for name in wanted:
+        if name not in known:
+            raise KernelError(f"bench: unknown {what} {name!r}; {nearest(name, known)}")
+    return wanted
+
+
+def _need_gpu() -> None:
+    if not torch.cuda.is_available():
+        raise KernelError("bench: no CUDA device; timings of the interpreter mean nothing; run on a machine with a GPU")
+
+
+def _versions() -> dict[str, str]:
+    return {
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "cuda": str(torch.version.cuda),
+    }

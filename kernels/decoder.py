@@ -1,0 +1,318 @@
+"""The decoder that ``scaling bench train`` times: one backbone, its sublayers joined in different ways.
+
+Self-contained, because ``kernels`` comes before ``models`` in the flow; sizes and definitions are those of
+:mod:`scaling.models`. The baseline is compiled as well as it can be: one compiled region a sublayer that holds the
+residual addition, the norm, the projections and SDPA, one fused query-key-value and gate-up product each, and a loss
+that never holds the logits of more than a chunk of tokens. Every contender uses the same regions.
+
+Shape legend: B batch, T time, D width, S sites, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from scaling.kernels.bank import SourceBank
+
+_EPS = 1e-6  # RMSNorm epsilon of Qwen3
+_ROPE_BASE = 1e4  # arXiv 2607.27230, training details
+_LOGIT_BYTES = 2**30  # logits held at a time by the loss
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Shape:
+    """A row of the benchmark: sizes of the decoder and of a step."""
+
+    name: str
+    width: int
+    layers: int
+    query_heads: int
+    kv_heads: int
+    ffn: int
+    batch: int
+    time: int
+
+    @property
+    def head_width(self) -> int:
+        """Width of an attention head."""
+        return self.width // self.query_heads
+
+
+SHAPES = (
+    Shape(name="d512", width=512, layers=12, query_heads=8, kv_heads=4, ffn=1536, batch=16, time=2048),
+    Shape(name="d1024", width=1024, layers=24, query_heads=16, kv_heads=8, ffn=4096, batch=16, time=1024),
+    Shape(name="d1280", width=1280, layers=36, query_heads=16, kv_heads=8, ffn=5120, batch=8, time=1024),
+    Shape(name="d2048", width=2048, layers=20, query_heads=16, kv_heads=8, ffn=5632, batch=8, time=1024),
+)
+VOCABULARIES = (32_768, 151_936)
+
+
+def rms_norm(x: Tensor, gain: Tensor) -> Tensor:
+    """RMSNorm over the last axis with a gain."""
+    return F.rms_norm(x, (x.shape[-1],), gain, _EPS)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    a, b = x.chunk(2, -1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+
+
+def attention(
+    x: Tensor, qkv: Tensor, out: Tensor, query_gain: Tensor, key_gain: Tensor, cos: Tensor, sin: Tensor, kv_heads: int
+) -> Tensor:
+    """Grouped-query attention of a normed input: norms on query and key heads, rotary positions, causal SDPA."""
+    batch, time, _ = x.shape
+    width = query_gain.shape[0]
+    total = qkv.shape[0] // width
+    heads = total - 2 * kv_heads
+    query, key, value = F.linear(x, qkv).view(batch, time, total, width).split([heads, kv_heads, kv_heads], 2)
+    query = _rotate(rms_norm(query, query_gain).transpose(1, 2), cos, sin)
+    key = _rotate(rms_norm(key, key_gain).transpose(1, 2), cos, sin)
+    mixed = F.scaled_dot_product_attention(query, key, value.transpose(1, 2), is_causal=True, enable_gqa=True)
+    return F.linear(mixed.transpose(1, 2).reshape(batch, time, -1), out)
+
+
+def feed_forward(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    """SwiGLU of a normed input."""
+    gate, up = F.linear(x, gate_up).chunk(2, -1)
+    return F.linear(F.silu(gate) * up, down)
+
+
+class Sublayer(nn.Module):
+    """Weights of one sublayer; ``run`` is the function of a normed input, without its norm."""
+
+    def __init__(self, shape: Shape, kind: str) -> None:
+        super().__init__()
+        self.kind, self.kv_heads = kind, shape.kv_heads
+        d, head = shape.width, shape.head_width
+        self.gain = nn.Parameter(torch.ones(d))
+        if kind == "attention":
+            self.first = nn.Parameter(torch.empty((shape.query_heads + 2 * shape.kv_heads) * head, d))
+            self.second = nn.Parameter(torch.empty(d, shape.query_heads * head))
+            self.query_gain = nn.Parameter(torch.ones(head))
+            self.key_gain = nn.Parameter(torch.ones(head))
+        else:
+            self.first = nn.Parameter(torch.empty(2 * shape.ffn, d))
+            self.second = nn.Parameter(torch.empty(d, shape.ffn))
+
+    def weights(self, cos: Tensor, sin: Tensor) -> tuple[Any, ...]:
+        """What :meth:`function` needs after the input."""
+        if self.kind == "attention":
+            return (self.first, self.second, self.query_gain, self.key_gain, cos, sin, self.kv_heads)
+        return (self.first, self.second)
+
+    @property
+    def function(self) -> Callable[..., Tensor]:
+        """The sublayer of a normed input."""
+        return attention if self.kind == "attention" else feed_forward
+
+
+# Regions: plain functions, so that torch.compile builds each once and every layer reuses it.
+def stream_region(
+    function: Callable[..., Tensor], stream: Tensor, update: Tensor, gain: Tensor, *weights: Any
+) -> tuple[Tensor, Tensor]:
+    """Pre-norm: add the last update to the stream, norm, run."""
+    stream = stream + update
+    return stream, function(rms_norm(stream, gain), *weights)
+
+
+def normed_region(function: Callable[..., Tensor], x: Tensor, gain: Tensor, *weights: Any) -> Tensor:
+    """Norm, run."""
+    return function(rms_norm(x, gain), *weights)
+
+
+def plain_region(function: Callable[..., Tensor], x: Tensor, *weights: Any) -> Tensor:
+    """Run on an input that routing has normed."""
+    return function(x, *weights)
+
+
+def delta_region(
+    function: Callable[..., Tensor],
+    stream: Tensor, update: Tensor, routed: Tensor, gate: Tensor, gain: Tensor, *weights: Any,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Delta attention residuals: the stream goes on, the sublayer sees it with the gated mix added."""
+    stream = stream + update
+    return stream, function(rms_norm(stream + gate * routed, gain), *weights)
+
+
+def depth_logits(value: Tensor, query_SHC: Tensor) -> Tensor:
+    """Scores of one source for the sites to come, ``(S, B, T, H)``: reference."""
+    heads = query_SHC.shape[1]
+    key = value * torch.rsqrt(value.float().square().mean(-1, keepdim=True) + _EPS).to(value.dtype)
+    return torch.einsum("bthc,shc->sbth", key.unflatten(-1, (heads, -1)), query_SHC.to(value.dtype))
+
+
+def depth_mix(scores: list[Tensor], values: list[Tensor]) -> Tensor:
+    """Softmax over depth and mix: reference."""
+    weights = torch.stack(scores).float().softmax(0).to(values[0].dtype)
+    heads = weights.shape[-1]
+    mixed = sum(w.unsqueeze(-1) * v.unflatten(-1, (heads, -1)) for w, v in zip(weights.unbind(0), values, strict=True))
+    return cast(Tensor, mixed).flatten(-2)
+
+
+class Decoder(nn.Module):
+    """Embedding, sublayers joined by ``method``, final norm and tied loss.
+
+    ``method`` is one of :data:`METHODS`.
+    """
+
+    def __init__(self, shape: Shape, vocabulary: int, *, method: str, compiled: bool = True) -> None:
+        super().__init__()
+        self.shape, self.method = shape, method
+        self.heads = 1 if method == "attnres" else 8
+        self.embedding = nn.Parameter(torch.empty(vocabulary, shape.width))
+        kinds = ("attention", "feed-forward") * shape.layers
+        self.sublayers = nn.ModuleList(Sublayer(shape, kind) for kind in kinds)
+        self.gain = nn.Parameter(torch.ones(shape.width))
+        sites = 2 * shape.layers + 1
+        if method != "baseline":
+            self.query = nn.Parameter(torch.empty(sites, shape.width))
+            self.key_gain = nn.Parameter(torch.ones(sites, shape.width))
+        if method == "delta":
+            self.gate = nn.Parameter(torch.ones(sites))
+        with torch.no_grad():
+            for name, parameter in self.named_parameters():
+                if parameter.dim() > 1 and name != "key_gain":
+                    parameter.normal_(0, 0.02)
+        wrap: Callable[[Any], Any] = torch.compile(dynamic=False, fullgraph=True) if compiled else (lambda f: f)
+        self._stream, self._normed, self._plain = wrap(stream_region), wrap(normed_region), wrap(plain_region)
+        self._delta, self._mix, self._logits = wrap(delta_region), wrap(depth_mix), wrap(depth_logits)
+        self._step = METHODS[method]
+        self._tables: tuple[Tensor, Tensor] | None = None
+
+    def forward(self, tokens_BT: Tensor, target_BT: Tensor) -> Tensor:
+        """Mean cross-entropy of the targets."""
+        embedding = F.embedding(tokens_BT, self.embedding)
+        if self._tables is None:
+            half = torch.arange(0, self.shape.head_width, 2, device=tokens_BT.device) / self.shape.head_width
+            angle = torch.outer(torch.arange(tokens_BT.shape[1], device=tokens_BT.device), _ROPE_BASE**-half)
+            self._tables = angle.cos().to(embedding.dtype), angle.sin().to(embedding.dtype)
+        inputs = [(sublayer.function, sublayer.gain, sublayer.weights(*self._tables)) for sublayer in self.sublayers]
+        inputs.append((_nothing, self.gain, ()))
+        hidden = self._step(self, embedding, inputs)
+        return linear_loss(hidden.flatten(0, 1), self.embedding, target_BT.flatten())
+
+    def queries(self) -> Tensor:
+        """``u = w * g`` of every site."""
+        return self.query.float() * self.key_gain.float()
+
+
+_Inputs = list[tuple[Callable[..., Tensor], Tensor, tuple[Any, ...]]]
+
+
+def _nothing(x: Tensor) -> Tensor:
+    return x
+
+
+def _run_baseline(model: Decoder, embedding: Tensor, inputs: _Inputs) -> Tensor:
+    stream, update = embedding, torch.zeros_like(embedding)
+    for function, gain, weights in inputs:
+        stream, update = model._stream(function, stream, update, gain, *weights)
+    return update
+
+
+def _run_routed(model: Decoder, source: Tensor, inputs: _Inputs) -> Tensor:
+    bank = SourceBank(model.queries(), source, heads=model.heads, eps=_EPS)
+    for site, (function, gain, weights) in enumerate(inputs):
+        normed = bank.normed_site(site, source, gain, _EPS)
+        source = model._plain(function, normed, *weights)
+    return source
+
+
+def _run_routed_apart(model: Decoder, source: Tensor, inputs: _Inputs) -> Tensor:
+    bank = SourceBank(model.queries(), source, heads=model.heads, eps=_EPS)
+    for site, (function, gain, weights) in enumerate(inputs):
+        source = model._normed(function, bank.site(site, source), gain, *weights)
+    return source
+
+
+def _run_block(model: Decoder, source: Tensor, inputs: _Inputs) -> Tensor:
+    block = max(1, (len(inputs) - 1) // 8)
+    bank = SourceBank(model.queries(), source, heads=model.heads, eps=_EPS, block=block)
+    for site, (function, gain, weights) in enumerate(inputs):
+        normed = bank.normed_site(site, source, gain, _EPS)
+        update = model._plain(function, normed, *weights)
+        source = update if site % block == 0 else source + update
+    return update
+
+
+def _run_delta(model: Decoder, embedding: Tensor, inputs: _Inputs) -> Tensor:
+    stream, update = embedding, torch.zeros_like(embedding)
+    last = len(inputs) - 1
+    bank = SourceBank(model.queries()[:last], embedding, heads=model.heads, eps=_EPS)
+    for site, (function, gain, weights) in enumerate(inputs):
+        if site == last:
+            return cast(Tensor, model._stream(function, stream, update, gain, *weights)[1])
+        routed = bank.site(site, update if site else embedding)
+        stream, update = model._delta(function, stream, update, routed, model.gate[site], gain, *weights)
+    raise AssertionError("the last input returns")
+
+
+def _run_reference(model: Decoder, source: Tensor, inputs: _Inputs) -> Tensor:
+    query_SHC = model.queries().unflatten(-1, (model.heads, -1))
+    values: list[Tensor] = []
+    scores: list[Tensor] = []
+    for site, (function, gain, weights) in enumerate(inputs):
+        values.append(source)
+        scores.append(model._logits(source, query_SHC))
+        mixed = model._mix([score[site] for score in scores], values) if site else source
+        source = model._normed(function, mixed, gain, *weights)
+    return source
+
+
+METHODS: dict[str, Callable[[Decoder, Tensor, _Inputs], Tensor]] = {
+    "baseline": _run_baseline,
+    "attnres": _run_routed,
+    "mhar": _run_routed,
+    "mhar-norm-apart": _run_routed_apart,
+    "block": _run_block,
+    "delta": _run_delta,
+    "mhar-reference": _run_reference,
+}
+
+
+def linear_loss(hidden_TD: Tensor, weight_VD: Tensor, target_T: Tensor) -> Tensor:
+    """Mean cross-entropy of ``hidden @ weight.T``, holding the logits of one chunk of tokens at a time."""
+    return cast(Tensor, _LinearLoss.apply(hidden_TD, weight_VD, target_T))  # type: ignore[no-untyped-call]
+
+
+class _LinearLoss(torch.autograd.Function):
+    """Loss and both gradients chunk by chunk in the forward pass; backward scales them."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden_TD: Tensor, weight_VD: Tensor, target_T: Tensor) -> Tensor:
+        tokens, vocabulary = hidden_TD.shape[0], weight_VD.shape[0]
+        rows = max(256, _LOGIT_BYTES // (vocabulary * hidden_TD.element_size()) // 256 * 256)
+        total = torch.zeros((), device=hidden_TD.device)
+        hidden_gradient = torch.empty_like(hidden_TD)
+        weight_gradient = torch.zeros_like(weight_VD)
+        for start in range(0, tokens, rows):
+            chunk = hidden_TD[start : start + rows]
+            losses, logit_gradient = _loss_of_logits(chunk @ weight_VD.t(), target_T[start : start + rows], 1.0 / tokens)
+            total += losses
+            torch.mm(logit_gradient, weight_VD, out=hidden_gradient[start : start + rows])
+            weight_gradient.addmm_(logit_gradient.t(), chunk)
+        ctx.save_for_backward(hidden_gradient, weight_gradient)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
+        hidden_gradient, weight_gradient = ctx.saved_tensors
+        return hidden_gradient.mul_(gradient), weight_gradient.mul_(gradient), None
+
+
+@torch.compile(dynamic=False)
+def _loss_of_logits(logits: Tensor, target: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    wide = logits.float()
+    top = wide.amax(-1, keepdim=True)
+    shifted = wide - top
+    total = shifted.exp().sum(-1, keepdim=True)
+    loss = (total.log() - shifted.gather(-1, target[:, None])).sum() * scale
+    hot = torch.arange(logits.shape[-1], device=logits.device) == target[:, None]
+    return loss, ((shifted.exp() / total - hot.float()) * scale).to(logits.dtype)

@@ -1,0 +1,81 @@
+"""The command line as a contract: start-up time, help, errors in one line, exit statuses."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from scaling.cli.main import NOUNS, VERBS, command
+
+ROOT = Path(__file__).resolve().parent.parent
+PRESENT = [name for name in (*VERBS, *NOUNS) if importlib.util.find_spec(f"scaling.cli.{name}")]
+
+
+def scaling(*words: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "120"}
+    return subprocess.run(
+        [sys.executable, "-m", "scaling", *words], cwd=cwd or ROOT, env=env, capture_output=True, text=True
+    )
+
+
+@pytest.mark.parametrize("name", PRESENT)
+def test_descriptions_are_those_of_the_modules(name: str) -> None:
+    made = command(name)
+    assert (made.help or "").startswith({**VERBS, **NOUNS}[name])
+
+
+@pytest.mark.parametrize("name", PRESENT)
+def test_every_command_has_help_with_an_example(name: str) -> None:
+    made = command(name)
+    leaves = made.commands.values() if name in NOUNS else [made]
+    for leaf in leaves:
+        assert leaf.help, f"{name} {leaf.name} has no description"
+        assert "scaling " in (leaf.epilog or ""), f"{name} {leaf.name} shows no example"
+
+
+def test_help_lists_every_command_and_loads_none() -> None:
+    out = scaling("--help")
+    assert out.returncode == 0
+    for name in PRESENT:
+        assert f"\n  {name} " in out.stdout
+
+
+@pytest.mark.parametrize("words", [("--help",), ("sweep", "--help"), ("model", "--help")])
+def test_planning_starts_fast(words: tuple[str, ...]) -> None:
+    """At most three times a bare interpreter with typer, timed beside it: a busy machine cancels out."""
+
+    def cpu_s(*command: str) -> float:
+        begun = os.times()
+        subprocess.run(command, cwd=ROOT, capture_output=True, check=True)
+        ended = os.times()
+        return (ended.children_user + ended.children_system) - (begun.children_user + begun.children_system)
+
+    bare = statistics.median(cpu_s(sys.executable, "-c", "import typer.main, dataclasses, json") for _ in range(5))
+    ours = statistics.median(cpu_s(sys.executable, "-m", "scaling", *words) for _ in range(5))
+    assert ours < 3 * bare, f"{ours:.3f} s of CPU against {bare:.3f} s for a bare start"
+
+
+def test_version() -> None:
+    out = scaling("--version")
+    assert out.returncode == 0 and out.stdout.startswith("isoloss ")
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "text"),
+    [
+        (("nonsense",), 2, "No such command 'nonsense'"),
+        (("train", "none.yaml"), 2, "none.yaml: no such file"),
+        (("model", "info", "--size", "3m"), 2, "model.size='3m' is unknown; did you mean '"),
+        (("model", "info", "--size", "50k", "--method", "mhra"), 2, "did you mean 'mhar'?"),
+    ],
+)
+def test_wrong_use_is_one_line(words: tuple[str, ...], status: int, text: str, tmp_path: Path) -> None:
+    out = scaling(*words, cwd=tmp_path)
+    assert out.returncode == status, out.stderr
+    assert text in out.stderr and "Traceback" not in out.stderr and out.stdout == ""

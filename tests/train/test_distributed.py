@@ -1,0 +1,191 @@
+"""One process, two with DDP, two with FSDP2: the same curve; and a checkpoint that any of them can go on from."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from scaling.config.training import RunSettings
+from scaling.config.tree import RunConfig, to_dict
+from scaling.distributed import World, join
+from scaling.errors import ConfigError
+from scaling.identity import run_key
+from scaling.record import RunFolder
+from scaling.resolve import resolve
+from scaling.train import train
+
+ROOT = Path(__file__).resolve().parents[2]
+TOLERANCE = 1e-5  # nat; summation orders differ
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def launch(
+    config: RunConfig, out: Path, folder: Path, *, processes: int = 2, slurm: bool = False
+) -> list[subprocess.Popen[str]]:
+    """Start ``scaling train`` as torchrun (or srun) would, one process a rank."""
+    path = folder / f"{out.name}.yaml"
+    path.write_text(yaml.safe_dump(to_dict(config)), encoding="utf-8")
+    command = [sys.executable, "-m", "scaling", "train", str(path), "--out", str(out), "--json"]
+    started = []
+    port = str(free_port())
+    for rank in range(processes):
+        place = (
+            {
+                "SLURM_PROCID": str(rank),
+                "SLURM_NTASKS": str(processes),
+                "SLURM_LOCALID": str(rank),
+                "SLURM_NNODES": "1",
+                "MASTER_PORT": port,
+            }
+            if slurm
+            else {
+                "RANK": str(rank),
+                "WORLD_SIZE": str(processes),
+                "LOCAL_RANK": str(rank),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": port,
+            }
+        )
+        env = {**os.environ, **place, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        started.append(
+            subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        )
+    return started
+
+
+def finish(processes: list[subprocess.Popen[str]], status: int = 0) -> dict[str, Any]:
+    outputs = [process.communicate(timeout=240) for process in processes]
+    for process, (_, errors) in zip(processes, outputs, strict=True):
+        assert process.returncode == status, errors
+    assert all(not out for out, _ in outputs[1:]), "only the first process prints"
+    result: dict[str, Any] = json.loads(outputs[0][0])
+    return result
+
+
+def losses(config: RunConfig, out: Path) -> dict[tuple[int, str], float]:
+    folder = RunFolder(out / run_key(resolve(config)))
+    names = ("train/loss", "train/grad_norm", "val/loss", "val/loss_se", "val/loss_ema", "val/loss/a")
+    return {(p.step, name): p.metrics[name] for p in folder.points() for name in names if name in p.metrics}
+
+
+@pytest.fixture
+def config(store: Path, make_config: Callable[..., RunConfig]) -> RunConfig:
+    # a batch that two processes cannot halve, micro-batches that do not divide it, and everything else switched on
+    return make_config(
+        store,
+        data={"batch_size": 7, "micro_batch_size": 2, "document_masking": True},
+        optimizer={"ema_decay": 0.9, "z_loss": 1e-4, "skip_nonfinite": True, "grad_clip": 0.5},
+        model={"residual": {"method": "mhar", "heads": 4}},
+        run={"checkpoint_every_steps": 5, "permanent_every_steps": 5},
+    )
+
+
+def with_parallel(config: RunConfig, parallel: str) -> RunConfig:
+    from dataclasses import replace
+
+    return replace(config, run=replace(config.run, parallel=parallel))  # type: ignore[arg-type]
+
+
+@pytest.mark.slow
+def test_one_process_is_two_with_ddp_is_two_with_fsdp2(config: RunConfig, tmp_path: Path) -> None:
+    train(config, out=tmp_path / "one")
+    expected = losses(config, tmp_path / "one")
+    assert len(expected) > 20
+    final = tmp_path / "one" / run_key(resolve(config)) / "checkpoints" / "final" / "model.safetensors"
+    whole = load_file(final)
+    for parallel in ("ddp", "fsdp2"):
+        spread = with_parallel(config, parallel)
+        end = finish(launch(spread, tmp_path / parallel, tmp_path, slurm=parallel == "ddp"))
+        assert end["status"] == "done" and end["run_key"] == run_key(resolve(config))
+        found = losses(config, tmp_path / parallel)
+        assert found.keys() == expected.keys()
+        assert max(abs(found[key] - expected[key]) for key in expected) < TOLERANCE
+        weights = load_file(Path(end["folder"]) / "checkpoints" / "final" / "model.safetensors")
+        assert weights.keys() == whole.keys()
+        # AdamW divides by the gradient's own size, which turns rounding of tiny gradients into rounding of updates
+        assert max(float((weights[name] - whole[name]).abs().max()) for name in whole) < 1e-3
+
+    # a checkpoint of two sharded processes is continued by one, and by two with DDP
+    for parallel, source in (("none", "fsdp2"), ("ddp", "fsdp2")):
+        out = tmp_path / f"{source}-{parallel}"
+        run = out / run_key(resolve(config))
+        (run / "checkpoints").mkdir(parents=True)
+        origin = tmp_path / source / run.name
+        (origin / "checkpoints" / "step-00000005").rename(run / "checkpoints" / "step-00000005")
+        again = with_parallel(config, parallel)
+        if parallel == "none":
+            train(again, out=out)
+            (run / "checkpoints" / "step-00000005").rename(origin / "checkpoints" / "step-00000005")
+        else:
+            finish(launch(again, out, tmp_path))
+        assert [attempt.resumed_from_step for attempt in RunFolder(run).attempts()] == [5]
+        found = losses(config, out)
+        late = {key: value for key, value in found.items() if key[0] > 6}  # the line of step 6 began before the cut
+        assert late and max(abs(late[key] - expected[key]) for key in late) < TOLERANCE
+
+
+@pytest.mark.slow
+def test_a_signal_to_one_process_stops_all_of_them(
+    store: Path, make_config: Callable[..., RunConfig], tmp_path: Path
+) -> None:
+    long = make_config(store, schedule={"steps": 100_000}, run={"parallel": "ddp", "log_every_steps": 10})
+    processes = launch(long, tmp_path / "out", tmp_path)
+    folder = RunFolder(tmp_path / "out" / run_key(resolve(long)))
+    deadline = time.monotonic() + 120
+    while not list(folder.points()):
+        assert time.monotonic() < deadline, "it never began"
+        time.sleep(0.1)
+    processes[1].send_signal(signal.SIGUSR2)
+    end = finish(processes, status=1)
+    assert end["status"] == "cancelled" and "a signal to another process" in end["reason"]
+    assert (folder.path / "checkpoints" / f"step-{end['step']:08d}" / "complete.json").exists()
+
+
+def test_initial_weights_depend_on_seed_and_name_only(store: Path, make_config: Callable[..., RunConfig]) -> None:
+    from scaling.models.transformer import Transformer
+
+    narrow = Transformer(make_config(store).model)
+    deep = Transformer(make_config(store, model={"num_layers": 3}).model)
+    narrow.init_weights(3)
+    deep.init_weights(3)
+    other = dict(deep.named_parameters())
+    assert all(torch.equal(parameter, other[name]) for name, parameter in narrow.named_parameters())
+
+
+def test_slurm_places_are_read_only_for_spread_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("SLURM_PROCID", "1")
+    monkeypatch.setenv("SLURM_NTASKS", "4")
+    assert join(RunSettings(device="cpu")) == World()
+
+
+def test_nodes_that_cannot_be_expanded_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {"PROCID": "1", "NTASKS": "4", "NNODES": "2", "STEP_NODELIST": "n[1-2]"}.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    monkeypatch.setenv("PATH", "/nonexistent")
+    with pytest.raises(
+        ConfigError, match=r"cannot expand SLURM_STEP_NODELIST=n\[1-2\] without scontrol; set MASTER_ADDR"
+    ):
+        join(RunSettings(device="cpu", parallel="ddp"))
