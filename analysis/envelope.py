@@ -125,7 +125,7 @@ def _vertices(
     safe = np.where(curved[:, None, None], hessian, np.eye(d))
     where = -np.linalg.solve(safe, gradient[:, :, None])[..., 0]
     value = coefficients_cR[0] + 0.5 * np.einsum("rd,rd->r", gradient, where)
-    return where, value, curved
+    return np.asarray(where, dtype=np.float64), np.asarray(value, dtype=np.float64), np.asarray(curved, dtype=np.bool_)
 
 
 def best_settings(

@@ -87,7 +87,7 @@ def _heads(part: pd.DataFrame, screened: Screened, *, sd: float, df: float, leve
         cautions.append(Caution(code="one-seed", message=text))
         indistinguishable = [int(h) for h in heads]
     estimate, low, high, errors = {"best_heads": float(heads[best])}, {}, {}, {}
-    shape = _u_shape(np.log2(heads), mean, count, sd=sd, df=df, level=level)
+    shape = _u_shape(np.asarray(np.log2(heads), dtype=np.float64), mean, count, sd=sd, df=df, level=level)
     if shape:
         estimate |= {"curvature": shape["curvature"], "vertex_heads": shape["vertex_heads"]}
         if known:
@@ -175,7 +175,7 @@ def learning_rate_robustness(
             other = base.loc[row["size"]]
             delta = float(row["loss"] - other["loss"])
             parts = [float(r["loss_sd"]) if r["inside"] else noise_sd for r in (row, other)]
-            error = float(np.hypot(*parts))
+            error = float(np.hypot(parts[0], parts[1]))
             key = f"delta[{row['size']}]"
             estimate[key], errors[key], low[key], high[key] = (
                 delta,

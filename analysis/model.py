@@ -214,7 +214,7 @@ class PowerModel(Model):
         return low, high
 
     def to_solver(self, theta_RP: Floats) -> Floats:
-        out: Floats = np.linalg.solve(self._restore, theta_RP.T).T
+        out = np.asarray(np.linalg.solve(self._restore, theta_RP.T).T, dtype=np.float64)
         return out
 
     def from_solver(self, phi_RP: Floats) -> Floats:

@@ -85,7 +85,7 @@ def compare_speedup(
     inversion
         ``law``, or ``chord`` (straight lines between scales: biased upwards, for comparison only).
     draws, rng
-        Bootstrap draws and seed.
+        Bootstrap draws (0: none) and seed.
 
     Returns
     -------
@@ -170,9 +170,8 @@ def _compare(
     boot = bootstrap(inverse, arms, noise, usable, costs, draws, rng) if draws > 1 and inversion == "law" else None
     cautions += speedup_cautions(arms, inverse, log_s, usable, noise, frame)
     return _result(
-        arms, screened, frame, inverse, noise, cautions, currency=currency, level=level, log_s=log_s,
-        usable=usable, cov=cov,
-        weights=weights, contrast=contrast, mean=mean, trend=trend, boot=boot, inversion=inversion,
+        arms, screened, frame, inverse, noise, cautions, currency=currency, level=level, log_s=log_s, usable=usable,
+        cov=cov, weights=weights, contrast=contrast, mean=mean, trend=trend, boot=boot, inversion=inversion,
     )  # fmt: skip
 
 

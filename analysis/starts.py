@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 Floats = NDArray[np.float64]
 
 GRID_POINTS = {0: 1, 1: 64, 2: 24, 3: 10, 4: 6}
-STARTS = 4
+STARTS = 2
 # A term below this share of the smallest loss counts as absent in a start (amplitudes must be positive in logarithms).
 SMALLEST_SHARE = 1e-4
 

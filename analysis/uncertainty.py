@@ -209,7 +209,8 @@ def dispersion(fitted: Fitted) -> float:
 
 def _push(fitted: Fitted) -> Floats:
     if fitted.goal.loss == "l1":
-        return np.sign(fitted.residual_n)
+        signs: Floats = np.sign(fitted.residual_n)
+        return signs
     return slope(fitted.residual_n, fitted.delta)
 
 
@@ -222,9 +223,9 @@ def _row_curvature(fitted: Fitted) -> Floats:
     bandwidth = max(1.06 * 1.4826 * float(np.median(size)) * len(size) ** -0.2, 1e-300)
     if fitted.goal.loss == "l1":
         wide = max(bandwidth, float(np.sort(size)[min(len(fitted.phi_P) + 1, len(size) - 1)]))
-        return (size <= wide) / wide
+        return np.asarray((size <= wide) / wide, dtype=np.float64)
     wide = max(fitted.delta, bandwidth)
-    return curvature(size, wide) * (fitted.delta / wide)
+    return np.asarray(curvature(size, wide) * (fitted.delta / wide), dtype=np.float64)
 
 
 def _mean_curvature(fitted: Fitted) -> float:
@@ -233,6 +234,7 @@ def _mean_curvature(fitted: Fitted) -> float:
 
 
 def log_parameters(fitted: Fitted) -> NDArray[np.bool_]:
+    """Which parameters are solved for as logarithms."""
     kinds = {p.name: p.is_log for p in fitted.model.law.parameters}
     return np.array([kinds[s.name] for s in fitted.model.slots])
 

@@ -84,8 +84,9 @@ PAIRWISE = {(11, 9): 0.69, (13, 11): 0.099, (13, 8): 0.029, (16, 14): 0.34, (34,
 def test_published_pairwise_p(shared: Path, pair: tuple[int, int]) -> None:
     table = pd.read_csv(shared / "data/modded-nanogpt-optim/published_results_table.csv").set_index("result")
     new, old = table.loc[pair[0]], table.loc[pair[1]]
-    gain = old["mean_val_loss"] - new["mean_val_loss"] + 4.5e-5 * (old["steps"] - new["steps"])
-    p = known_sd_test(float(gain), int(new["n"]), int(old["n"]), sd=0.0013)
+    gain = float(np.asarray(old["mean_val_loss"] - new["mean_val_loss"] + 4.5e-5 * (old["steps"] - new["steps"])))
+    n_new, n_old = (int(table["n"].to_dict()[k]) for k in pair)
+    p = known_sd_test(gain, n_new, n_old, sd=0.0013)
     # The published means have 4 decimals: half a unit of each moves p by up to 0.01.
     assert p == pytest.approx(PAIRWISE[pair], abs=0.01)
 

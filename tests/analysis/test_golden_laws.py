@@ -31,7 +31,8 @@ def points(shared: Path) -> pd.DataFrame:
         shared / "data/chinchilla-epoch/svg_extracted_data.csv",
         columns="N=Model Size,C=Training FLOP,D=C/(6*N)",
     )
-    return table[table["loss"] < sorted(table["loss"])[-5]]
+    kept: pd.DataFrame = table[table["loss"] < sorted(table["loss"])[-5]]
+    return kept
 
 
 @pytest.fixture(scope="module")
@@ -138,7 +139,7 @@ PORIAN_NOISE = NoiseLevel(loss_low=3.0, sd_low=0.002, loss_high=7.0, sd_high=0.0
 
 
 @pytest.mark.parametrize("steps", PORIAN, ids=["/".join(k) for k in PORIAN])
-def test_porian(shared: Path, steps: tuple[str, ...]) -> None:
+def test_porian(shared: Path, steps: tuple[str, str, str, str, str]) -> None:
     ols, weighted, low, high = PORIAN[steps]
     folder = shared / "data/porian-discrepancies"
 
