@@ -102,7 +102,7 @@ def inquire(
         cautions |= {caution.message: caution for caution in result.warnings}
     return Findings(
         table=runs,
-        histories=histories,
+        histories=_plain(histories),
         baseline=base,
         x="flops",
         curves=found[1],
@@ -143,6 +143,13 @@ def complete(table: pd.DataFrame) -> pd.DataFrame:
         )
     known = list(COLUMNS)
     return runs[[*known, *(c for c in runs.columns if c not in COLUMNS)]].reset_index(drop=True)
+
+
+def _plain(histories: pd.DataFrame | None) -> pd.DataFrame | None:
+    """Histories with text where ingestion keeps categories, whose groups would include those without rows."""
+    if histories is None:
+        return None
+    return histories.assign(run_key=histories["run_key"].astype(str), metric=histories["metric"].astype(str))
 
 
 def pick_baseline(runs: pd.DataFrame, wanted: str | None) -> str | None:
