@@ -1,7 +1,7 @@
 """Streams of compressed files: gzip, xz, Zstandard, each read in bounded memory and checked to its end.
 
-Below the readers of ``scaling.corpus``. The standard file objects are not used because they hide how far into the file they are, and
-because Zstandard's takes a file that was cut short for a whole one.
+Below the readers of ``scaling.corpus``. The standard file objects are not used because they hide how far into the file
+they are, and because Zstandard's takes a file that was cut short for a whole one.
 """
 
 from __future__ import annotations

@@ -21,9 +21,10 @@ import pytest
 import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from scaling.corpus import Document, pieces, prepare, python_library_documents, shards
-from scaling.corpus.pieces import Columns, feeds, read_piece
 from scaling.corpus.inputs import find_inputs
+from scaling.corpus.pieces import Columns, feeds, read_piece
 from scaling.tokens import SPLITS, TokenStore, is_held_out
 
 Make = Callable[..., list[Document]]

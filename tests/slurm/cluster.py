@@ -15,6 +15,7 @@ import signal
 import socket
 import stat
 import subprocess
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -290,13 +291,15 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     options = parser.parse_args()
     cluster = Cluster(options.folder.resolve())
+    over = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):  # set here: a shell starts background jobs with SIGINT ignored
+        signal.signal(number, lambda *_: over.set())
     begun_s = time.monotonic()
     try:
         cluster.start()
         print(f"up in {time.monotonic() - begun_s:.1f} s; export SLURM_CONF={cluster.conf}", flush=True)
-        signal.pause()
-    except KeyboardInterrupt:
-        pass
+        while not over.wait(1.0):
+            pass
     finally:
         cluster.stop()
 
