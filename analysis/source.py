@@ -47,9 +47,11 @@ def read(source: str, *, columns: str | None = None, where: Sequence[str] = (), 
         If the source cannot be read, or a mapping or comparison cannot be parsed.
     """
     if columns is None and Path(source).suffix not in (".csv", ".tsv"):
-        from scaling.analysis.ingest import read_runs
+        from scaling.analysis.ingest import is_table, read_runs
+        from scaling.analysis.ingest_cache import read_cached_points
 
-        found = read_runs(source, where=list(where), histories=HISTORIES)
+        bare = is_table(source) and read_cached_points(Path(source)) is None
+        found = read_runs(source, where=list(where), histories=False if bare else HISTORIES)
         lost = tuple((item.run or f"row {item.row}", item.reason) for item in found.dropped)
         return Source(table=found.table, histories=found.histories, dropped=lost)
     from scaling.analysis.columns import load_table
