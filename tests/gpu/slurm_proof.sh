@@ -39,6 +39,10 @@ follow() { # follow NAME ARGS...: submit, wait, keep the states and the time
   done
   echo "$(seconds) - $begun" | $python -c "print(eval(input()))" >"$work/$name.seconds"
   echo "$name: $(cat "$work/$name.seconds") s"
+  if grep -q '"state": "failed"' "$work/$name.status.json"; then
+    scaling sweep logs quickstart --out "$work/$name" --state failed --lines 30 | head -60
+    exit 1
+  fi
 }
 follow unpacked
 follow packed --set resources.runs_per_gpu=4
@@ -46,7 +50,10 @@ begun=$(seconds)
 scaling sweep submit quickstart --yes --json --out "$work/requeue" "${common[@]}" --set "seed=[9]" --set method=baseline \
   --set "schedule.steps=$((steps * 3))" >"$work/requeue.submit.json"
 job=$($python -c "import json,sys; print(json.load(open(sys.argv[1]))['job_ids'][0])" "$work/requeue.submit.json")
-until ls "$work"/requeue/*/metrics-0001.jsonl >/dev/null 2>&1 && [ -s "$work"/requeue/*/metrics-0001.jsonl ]; do sleep 0.5; done
+for _ in $(seq 240); do # half a minute of start-up at most is expected
+  cat "$work"/requeue/*/metrics-0001.jsonl 2>/dev/null | grep -q . && break
+  sleep 0.5
+done
 scancel --signal=USR2 "${job}_0"   # what Slurm sends before the time limit
 until scaling sweep status quickstart --out "$work/requeue" --json >"$work/requeue.status.json"; do
   grep -q '"over": true' "$work/requeue.status.json" && break
