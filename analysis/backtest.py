@@ -114,7 +114,9 @@ def backtest(
     bias = float(np.mean([p["error"] for p in predictions]))
     if abs(bias) > 0.7 * float(np.mean(error)) and len(predictions) > 4:
         way = "above" if bias > 0 else "below"
-        text = f"predictions lie {way} the runs by {abs(bias):.2%} on average: the law bends, errors grow with the factor"
+        text = (
+            f"predictions lie {way} the runs by {abs(bias):.2%} on average: the law bends, errors grow with the factor"
+        )
         cautions.append(Caution(code="biased-extrapolation", message=text))
     entries = {
         "form": law.formula,

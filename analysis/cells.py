@@ -98,7 +98,11 @@ def make_cells(frame: pd.DataFrame, *, cost: str | None) -> dict[str, dict[str, 
     methods = frame["method"].to_numpy(dtype=str)
     losses = numbers(frame, "loss")
     costs = numbers(frame, cost) if cost else np.ones(len(frame))
-    seeds = frame["seed"].astype(str).to_numpy() if "seed" in frame.columns else np.array([str(k) for k in range(len(frame))])
+    seeds = (
+        frame["seed"].astype(str).to_numpy()
+        if "seed" in frame.columns
+        else np.array([str(k) for k in range(len(frame))])
+    )
     out: dict[str, dict[str, Cell]] = {}
     for method in dict.fromkeys(methods):
         found = []

@@ -37,7 +37,9 @@ _COMPARE: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
 STORE_PREFIXES = ("sqlite:", "postgresql", "http:", "https:", "file:", "mysql", "mssql")
 
 
-def load_table(source: str | Path, *, columns: str | None = None, where: str | Sequence[str] | None = None) -> pd.DataFrame:
+def load_table(
+    source: str | Path, *, columns: str | None = None, where: str | Sequence[str] | None = None
+) -> pd.DataFrame:
     """Read runs from a file or a store and give the columns their short names.
 
     Parameters
@@ -117,7 +119,9 @@ def parse_mapping(text: str) -> dict[str, str]:
     for part in [*parts, current]:
         name, found, value = part.partition("=")
         if not found or not name.strip() or not value.strip():
-            raise UsageError(f"--columns: {part.strip()!r} is not NAME=COLUMN or NAME=EXPRESSION, e.g. N=params,D=C/(6*N)")
+            raise UsageError(
+                f"--columns: {part.strip()!r} is not NAME=COLUMN or NAME=EXPRESSION, e.g. N=params,D=C/(6*N)"
+            )
         mapping[name.strip()] = value.strip()
     return mapping
 
@@ -170,7 +174,11 @@ def _visit(node: ast.expr, table: pd.DataFrame, names: Mapping[str, str], option
     def again(child: ast.expr) -> Any:
         return _visit(child, table, names, option, text)
 
-    if isinstance(node, ast.Constant) and isinstance(node.value, (int, float, str)) and not isinstance(node.value, bool):
+    if (
+        isinstance(node, ast.Constant)
+        and isinstance(node.value, (int, float, str))
+        and not isinstance(node.value, bool)
+    ):
         return node.value
     if isinstance(node, ast.Name):
         column = names.get(node.id, node.id)
@@ -193,7 +201,9 @@ def _visit(node: ast.expr, table: pd.DataFrame, names: Mapping[str, str], option
         for part in parts[1:]:
             out = out & part if isinstance(node.op, ast.And) else out | part
         return out
-    raise UsageError(f"{option}: {ast.unparse(node)!r} in {text!r} is not allowed; use columns, numbers, + - * / ** and brackets")
+    raise UsageError(
+        f"{option}: {ast.unparse(node)!r} in {text!r} is not allowed; use columns, numbers, + - * / ** and brackets"
+    )
 
 
 def _missing(column: str, table: pd.DataFrame) -> str:

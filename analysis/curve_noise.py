@@ -88,7 +88,9 @@ def tail_noise(curves: pd.DataFrame, *, by: str | None = None, tail: int = TAIL,
     """
     absent = [c for c in ("run", "step", "loss", *([by] if by else [])) if c not in curves.columns]
     if absent:
-        raise TableError(f"tail noise: column {absent[0]!r} missing; the table has: {', '.join(map(str, curves.columns))}")
+        raise TableError(
+            f"tail noise: column {absent[0]!r} missing; the table has: {', '.join(map(str, curves.columns))}"
+        )
     inner, offsets, runs, pairs, effective = 0.0, 0.0, [], [], []
     inner_df = offset_df = 0
     for _, part in curves.groupby(by, sort=False) if by else [("all", curves)]:
@@ -114,7 +116,12 @@ def tail_noise(curves: pd.DataFrame, *, by: str | None = None, tail: int = TAIL,
     low, high = chi_square_limits(seed_sd, offset_df, level)
     return Result(
         kind="noise floor",
-        estimate={"tail_sd": tail_sd, "seed_sd": seed_sd, "ratio": tail_sd / seed_sd if seed_sd else float("nan"), "persistence": persistence},
+        estimate={
+            "tail_sd": tail_sd,
+            "seed_sd": seed_sd,
+            "ratio": tail_sd / seed_sd if seed_sd else float("nan"),
+            "persistence": persistence,
+        },
         interval=Interval(level=level, method="chi-square", low={"seed_sd": low}, high={"seed_sd": high}),
         n=sum(runs),
         df=float(offset_df),
@@ -141,7 +148,9 @@ def evaluation_noise(documents: pd.DataFrame, *, level: float = 0.95) -> Result:
     """
     absent = [c for c in ("loss", "tokens") if c not in documents.columns]
     if absent:
-        raise TableError(f"evaluation noise: column {absent[0]!r} missing; the table has: {', '.join(map(str, documents.columns))}")
+        raise TableError(
+            f"evaluation noise: column {absent[0]!r} missing; the table has: {', '.join(map(str, documents.columns))}"
+        )
     names = list(dict.fromkeys(documents["run"])) if "run" in documents.columns else []
     first = documents[documents["run"] == names[0]] if names else documents
     loss, tokens = numbers(first, "loss"), numbers(first, "tokens")
@@ -160,7 +169,12 @@ def evaluation_noise(documents: pd.DataFrame, *, level: float = 0.95) -> Result:
         kind="noise floor",
         estimate=estimate,
         standard_error={"mean_loss": se},
-        interval=Interval(level=level, method="t, documents as clusters", low={"mean_loss": mean - half}, high={"mean_loss": mean + half}),
+        interval=Interval(
+            level=level,
+            method="t, documents as clusters",
+            low={"mean_loss": mean - half},
+            high={"mean_loss": mean + half},
+        ),
         n=len(loss),
         df=float(len(loss) - 1),
         conventions={"cluster": "document", "weights": "tokens"},
@@ -174,4 +188,3 @@ def _ratio(loss: Floats, tokens: Floats) -> tuple[float, float]:
     n = len(loss)
     residual = tokens * (loss - mean)
     return mean, float(np.sqrt(n / (n - 1) * np.sum(residual**2)) / np.sum(tokens))
-

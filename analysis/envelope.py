@@ -108,7 +108,9 @@ def _basis(u: Floats) -> tuple[Floats, list[tuple[int, int]]]:
     return np.column_stack([np.ones(len(u)), u, *(u[:, i] * u[:, j] for i, j in pairs)]), pairs
 
 
-def _vertices(coefficients_cR: Floats, pairs: list[tuple[int, int]], d: int) -> tuple[Floats, Floats, NDArray[np.bool_]]:
+def _vertices(
+    coefficients_cR: Floats, pairs: list[tuple[int, int]], d: int
+) -> tuple[Floats, Floats, NDArray[np.bool_]]:
     """Location, value and whether it is a minimum, of each column of coefficients."""
     count = coefficients_cR.shape[1]
     hessian = np.zeros((count, d, d))
@@ -199,7 +201,9 @@ def envelope_frontier(
     """
     absent = [c for c in ("run", "N", "C", "loss") if c not in curves.columns]
     if absent:
-        raise TableError(f"envelope: column {absent[0]!r} missing; the table has: {', '.join(map(str, curves.columns))}")
+        raise TableError(
+            f"envelope: column {absent[0]!r} missing; the table has: {', '.join(map(str, curves.columns))}"
+        )
     usable = screen(curves, needs=["N", "C", "loss"], analysis="envelope", keep_unfinished=True).frame
     groups = [
         (float(numbers(g, "N")[0]), np.log(numbers(g, "C")), numbers(g, "loss"))
@@ -237,7 +241,12 @@ def _envelope(
         kind="fit envelope",
         estimate={"N_exponent": a, "log_N_coefficient": b},
         standard_error={"N_exponent": float(np.std(drawn, ddof=1))},
-        interval=Interval(level=level, method="bootstrap of runs, percentile", low={"N_exponent": float(low)}, high={"N_exponent": float(high)}),
+        interval=Interval(
+            level=level,
+            method="bootstrap of runs, percentile",
+            low={"N_exponent": float(low)},
+            high={"N_exponent": float(high)},
+        ),
         n=len(groups),
         df=float(sizes - 2),
         warnings=(Caution(code="unfinished-curves", message=text),),

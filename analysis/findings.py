@@ -72,6 +72,11 @@ class Findings:
         return int(self.table["seed"].nunique())
 
     @property
+    def seed_sd(self) -> float | None:
+        """Standard deviation of the loss over seeds, where it could be measured."""
+        return next((noise.sd for noise in self.noises if noise.counts_for_methods), None)
+
+    @property
     def largest_parameters(self) -> float | None:
         value = self.table["n_params"].max()
         return None if pd.isna(value) else float(value)

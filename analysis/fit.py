@@ -125,7 +125,9 @@ def fit_law(
         tests = [compare_sharing(name, fits[name], fits["free"]) for name in fits if name != "free"]
         chosen = pick_sharing(tests) if share == "test" else share
         if chosen not in fits:
-            raise UsageError(f"share {chosen!r}: {law.name} has nothing of that kind to share; allowed: {', '.join(fits)}")
+            raise UsageError(
+                f"share {chosen!r}: {law.name} has nothing of that kind to share; allowed: {', '.join(fits)}"
+            )
         fitted = fits[chosen]
     intervals, errors = _intervals(
         fitted, frame, by=by, level=level, kind=interval, cluster=cluster, draws=draws, rng=np.random.default_rng(rng)

@@ -1,4 +1,4 @@
-"""The figures of a report: which there are for given findings, with captions, words for those who cannot see, and data.
+"""The core figures for given findings, with captions, words for those who cannot see, and the data shown.
 
 After ``figures`` and ``findings``, before ``page`` and ``report``. Nothing is drawn here: ``draw`` is called by them,
 once for each width.
@@ -33,13 +33,8 @@ class Picture:
     data: pd.DataFrame
 
 
-def pictures(found: Findings) -> list[Picture]:
-    """The figures that these findings can fill, in reading order."""
-    built = [_curves(found), _deltas(found), _noise(found), _losses(found)]
-    return [picture for picture in built if picture is not None]
-
-
-def _curves(found: Findings) -> Picture | None:
+def curves(found: Findings) -> Picture | None:
+    """Loss against compute, with laws and arrows."""
     columns = ["run_key", "method", "size", "seed", found.x, "val_loss"]
     data = found.table[columns].dropna(subset=[found.x, "val_loss"])
     if data.empty:
@@ -73,7 +68,8 @@ def _told(found: Findings) -> str:
     return "; ".join(told[:12]) + ("." if told else "")
 
 
-def _deltas(found: Findings) -> Picture | None:
+def deltas(found: Findings) -> Picture | None:
+    """Paired differences by seed."""
     if not found.deltas or found.baseline is None:
         return None
     baseline = found.baseline
@@ -101,7 +97,8 @@ def _deltas(found: Findings) -> Picture | None:
     )
 
 
-def _noise(found: Findings) -> Picture | None:
+def noise(found: Findings) -> Picture | None:
+    """Effects against the noise."""
     if not found.noises:
         return None
     rows = [{"what": n.label, "sd_or_effect": n.sd, "low": n.low, "high": n.high, "n": n.n} for n in found.noises]
@@ -113,7 +110,10 @@ def _noise(found: Findings) -> Picture | None:
         name="noise-floor",
         section="noise",
         title="Effects against the noise",
-        caption="Above: standard deviations of the loss by kind of noise. Below: absolute mean differences between "
+        caption="Standard deviations of the loss by kind of noise, with intervals. The dashed line is seed noise, "
+        "which alone judges methods."
+        if not found.deltas
+        else "Above: standard deviations of the loss by kind of noise. Below: absolute mean differences between "
         "methods; "
         "filled where the interval leaves out zero. The shaded band is seed noise, which alone judges methods.",
         alt="; ".join(f"{n.label}: {n.sd:.2g} nats" for n in found.noises) + ".",
@@ -122,7 +122,8 @@ def _noise(found: Findings) -> Picture | None:
     )
 
 
-def _losses(found: Findings) -> Picture | None:
+def losses(found: Findings) -> Picture | None:
+    """Loss during training."""
     histories = found.histories
     if histories is None or histories.empty:
         return None

@@ -68,7 +68,8 @@ def _heads(part: pd.DataFrame, screened: Screened, *, sd: float, df: float, leve
     known = np.isfinite(sd) and df > 0
     others = [k for k in range(len(heads)) if k != best]
     rows: list[dict[str, Any]] = [
-        {"heads": int(h), "mean": float(m), "n": int(c), "p_against_best": None} for h, m, c in zip(heads, mean, count, strict=True)
+        {"heads": int(h), "mean": float(m), "n": int(c), "p_against_best": None}
+        for h, m, c in zip(heads, mean, count, strict=True)
     ]
     cautions = list(screened.cautions)
     indistinguishable = [int(heads[best])]
@@ -94,7 +95,9 @@ def _heads(part: pd.DataFrame, screened: Screened, *, sd: float, df: float, leve
                 text = f"curvature in log2 H is {shape['curvature']:.3g} ({shape['low']:.3g} to {shape['high']:.3g}): no U-shape is shown"
                 cautions.append(Caution(code="no-u-shape", message=text))
     if best in (0, len(heads) - 1):
-        cautions.append(Caution(code="optimum-at-edge", message=f"the best count H = {heads[best]:g} is the end of the range tried"))
+        cautions.append(
+            Caution(code="optimum-at-edge", message=f"the best count H = {heads[best]:g} is the end of the range tried")
+        )
     name = "z, given noise" if np.isinf(df) else f"t, {df:g} df"
     return Result(
         kind="head count",
@@ -169,8 +172,20 @@ def learning_rate_robustness(
             parts = [float(r["loss_sd"]) if r["inside"] else noise_sd for r in (row, other)]
             error = float(np.hypot(*parts))
             key = f"delta[{row['size']}]"
-            estimate[key], errors[key], low[key], high[key] = delta, error, delta - quantile * error, delta + quantile * error
-            rows.append({"size": str(row["size"]), "best_lr": float(row["lr"]), "best_lr_baseline": float(other["lr"]), "delta": delta})
+            estimate[key], errors[key], low[key], high[key] = (
+                delta,
+                error,
+                delta - quantile * error,
+                delta + quantile * error,
+            )
+            rows.append(
+                {
+                    "size": str(row["size"]),
+                    "best_lr": float(row["lr"]),
+                    "best_lr_baseline": float(other["lr"]),
+                    "delta": delta,
+                }
+            )
         out[name] = Result(
             kind="learning-rate robustness",
             estimate=estimate,
@@ -185,7 +200,14 @@ def learning_rate_robustness(
 
 
 def width_contrast(
-    table: pd.DataFrame, *, baseline: str, method: str, narrow: str, wide: str, noise_sd: float | None = None, level: float = 0.95
+    table: pd.DataFrame,
+    *,
+    baseline: str,
+    method: str,
+    narrow: str,
+    wide: str,
+    noise_sd: float | None = None,
+    level: float = 0.95,
 ) -> Result:
     """Whether the method's edge over the baseline changes from a narrow to a wide model: a difference of differences."""
     screened = screen(table, needs=["method", "loss"], analysis="width contrast")
@@ -202,14 +224,20 @@ def width_contrast(
     edge = {s: float(cells[method, s].mean() - cells[baseline, s].mean()) for s in (narrow, wide)}
     contrast = edge[wide] - edge[narrow]
     df = float("inf") if noise_sd else float(sum(len(v) - 1 for v in cells.values()))
-    sd = noise_sd or (float(np.sqrt(sum(float(np.sum((v - v.mean()) ** 2)) for v in cells.values()) / df)) if df else float("nan"))
+    sd = noise_sd or (
+        float(np.sqrt(sum(float(np.sum((v - v.mean()) ** 2)) for v in cells.values()) / df)) if df else float("nan")
+    )
     interval, errors, cautions = None, {}, list(screened.cautions)
     if df > 0:
         test = t_summary(contrast, sd * float(np.sqrt(sum(1 / len(v) for v in cells.values()))), df, level)
         errors = {"contrast": test.standard_error}
-        interval = Interval(level=level, method=f"t, {df:g} df", low={"contrast": test.low}, high={"contrast": test.high})
+        interval = Interval(
+            level=level, method=f"t, {df:g} df", low={"contrast": test.low}, high={"contrast": test.high}
+        )
     else:
-        cautions.append(Caution(code="one-seed", message="one seed a cell and no given noise: the contrast has no interval"))
+        cautions.append(
+            Caution(code="one-seed", message="one seed a cell and no given noise: the contrast has no interval")
+        )
     return Result(
         kind="width contrast",
         estimate={"contrast": contrast, f"delta[{narrow}]": edge[narrow], f"delta[{wide}]": edge[wide]},

@@ -6,6 +6,7 @@ support is no error here: a refusal becomes a ``Failure`` with its reason, which
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
@@ -26,6 +27,9 @@ T = TypeVar("T")
 _Speedups = tuple[tuple[Speedup, ...], Mapping[str, Curve]]
 DEFAULT_BASELINE = "baseline"
 _MOST_NEEDS = 3
+_FEWEST_FOR_LAW = 4  # scales: three parameters and a degree of freedom
+_FEWEST_FOR_BACKTEST = 5
+_FEWEST_FOR_PROFILE = 4  # sizes at one budget
 
 
 class _Log:
@@ -42,6 +46,13 @@ class _Log:
         except ScalingError as error:
             self.failures.append(Failure(what=what, reason=str(error).rstrip(".")))
             return default
+
+    def keep(self, name: str, what: str, question: Callable[[], Result]) -> None:
+        """The result under ``name``, or the refusal noted."""
+        try:
+            self.results[name] = question()
+        except ScalingError as error:
+            self.failures.append(Failure(what=what, reason=str(error).rstrip(".")))
 
 
 def inquire(
@@ -80,7 +91,10 @@ def inquire(
     deltas: tuple[Delta, ...] = ()
     if base is not None and others:
         deltas = log.ask("The differences of loss", lambda: _deltas(runs, base, log), deltas)
-    noises = log.ask("The noise between seeds", lambda: _noises(runs, log), ())
+    noises: tuple[Noise, ...] = ()
+    noises = log.ask("The noise between seeds", lambda: _noises(runs, log), noises)
+    if runs["flops"].notna().any():
+        _fits(runs, base, rng, log)
     lost = {*dropped}
     cautions: dict[str, Caution] = {}
     for result in log.results.values():
@@ -261,3 +275,32 @@ def _overall(deltas: Sequence[Delta]) -> list[Delta]:
         mine = [delta for delta in deltas if delta.method == method]
         found.append(next((delta for delta in mine if delta.size == OVER_SIZES), mine[0]))
     return found
+
+
+def _fits(runs: pd.DataFrame, baseline: str | None, rng: int, log: _Log) -> None:
+    """The joint law with its residuals, the backtest of one method's law, and IsoFLOP profiles where budgets repeat."""
+    from scaling.analysis.backtest import backtest
+    from scaling.analysis.fit import fit_law
+    from scaling.analysis.isoflop import fit_isoflop
+
+    several = runs["method"].nunique() > 1
+    scales = runs.dropna(subset=["flops"]).groupby("method")["flops"].nunique()
+    law = partial(
+        fit_law, runs, form="power", by="method" if several else None, share="test" if several else "free",
+        loss="l2", interval="two-level", draws=200, rng=rng,
+    )  # fmt: skip
+    if scales.max() >= _FEWEST_FOR_LAW:
+        log.keep("law", "A law for all methods", law)
+    method = baseline or str(scales.idxmax())
+    if scales.get(method, 0) >= _FEWEST_FOR_BACKTEST:
+        mine = runs[runs["method"] == method]
+        log.keep("backtest", "The backtest of the law", partial(backtest, mine, form="power", loss="l2"))
+    sizes = runs.dropna(subset=["flops", "n_params_non_embedding"])
+    budgets = sizes.groupby(sizes["flops"].map(lambda c: round(math.log(c) / 0.2) if c > 0 else 0))
+    if int((budgets["n_params_non_embedding"].nunique() >= _FEWEST_FOR_PROFILE).sum()) >= 2:
+        log.keep("isoflop", "The IsoFLOP analysis", partial(fit_isoflop, runs, noise=_sd(log), rng=rng))
+
+
+def _sd(log: _Log) -> float | None:
+    floor = log.results.get("noise floor")
+    return None if floor is None else float(floor.estimate["seed_sd"])

@@ -195,4 +195,3 @@ def _start(model: Model, law: Power, x: dict[str, Floats], y: Floats, w: Floats,
     apart = [law.starts({"C": x["C"][rows]}, y[rows], w[rows])[0] for rows in model.rows]
     together = law.starts(x, y, w)
     return np.array([model.pack(np.array(apart))] + [model.pack(np.repeat(t[None], 2, axis=0)) for t in together[:1]])
-

@@ -49,7 +49,9 @@ class NoiseLevel:
 
     def at(self, losses: Floats) -> Floats:
         """SD at each loss."""
-        return np.asarray(np.interp(losses, [self.loss_low, self.loss_high], [self.sd_low, self.sd_high]), dtype=np.float64)
+        return np.asarray(
+            np.interp(losses, [self.loss_low, self.loss_high], [self.sd_low, self.sd_high]), dtype=np.float64
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,7 +105,12 @@ def fit_isoflop(
     rows: list[dict[str, Any]] = []
     for p in profiles:
         best, reason = _minimum(p, p.losses[None], curve)
-        row: dict[str, Any] = {"budget": p.budget, "N": np.exp(p.log_n).tolist(), "loss": p.losses.tolist(), "optimum": None}
+        row: dict[str, Any] = {
+            "budget": p.budget,
+            "N": np.exp(p.log_n).tolist(),
+            "loss": p.losses.tolist(),
+            "optimum": None,
+        }
         rows.append(row)
         if not np.isfinite(best[0]):
             dropped.append(Dropped(run=f"budget {p.budget:.3g}", reason=reason))
@@ -113,7 +120,9 @@ def fit_isoflop(
             sample, _ = _minimum(p, p.losses + generator.normal(size=(draws, len(p.losses))) * p.sd, curve)
             inner = sample[np.isfinite(sample)]
             if len(inner) < 0.5 * draws:
-                dropped.append(Dropped(run=f"budget {p.budget:.3g}", reason="with its noise the minimum is mostly at the edge"))
+                dropped.append(
+                    Dropped(run=f"budget {p.budget:.3g}", reason="with its noise the minimum is mostly at the edge")
+                )
                 continue
             where = float(np.median(inner))
             spread = max(float(np.std(inner, ddof=1)), GAP_SHARE * float(np.median(np.diff(p.log_n))))
@@ -130,7 +139,11 @@ def fit_isoflop(
     budgets = np.array([p.budget for p in kept])
     weights = 1 / np.square(spreads) if weighted and noise is not None else np.ones(len(kept))
     slope, intercept = weighted_line(np.log(budgets), np.array(optima)[None], weights)
-    estimate = {"N_exponent": float(slope[0]), "log_N_coefficient": float(intercept[0]), "D_exponent": 1 - float(slope[0])}
+    estimate = {
+        "N_exponent": float(slope[0]),
+        "log_N_coefficient": float(intercept[0]),
+        "D_exponent": 1 - float(slope[0]),
+    }
     interval, errors = None, {}
     if noise is not None:
         matrix = np.column_stack(drawn)
@@ -163,7 +176,10 @@ def fit_isoflop(
         interval=interval,
         n=len(kept),
         df=float(len(kept) - 2),
-        conventions={"curve": curve, "weights": "1/SD^2 of each optimum" if weighted and noise is not None else "equal"},
+        conventions={
+            "curve": curve,
+            "weights": "1/SD^2 of each optimum" if weighted and noise is not None else "equal",
+        },
         warnings=tuple(cautions),
         dropped=(*screened.dropped, *dropped),
         checklist=make_checklist(entries),
@@ -179,7 +195,9 @@ def weighted_line(x_n: Floats, y_Rn: Floats, w_n: Floats) -> tuple[Floats, Float
     return slope, (y_Rn @ w_n) / np.sum(w_n) - slope * mean
 
 
-def _profiles(frame: pd.DataFrame, curve: str, noise: float | NoiseLevel | None) -> tuple[list[_Profile], list[Dropped]]:
+def _profiles(
+    frame: pd.DataFrame, curve: str, noise: float | NoiseLevel | None
+) -> tuple[list[_Profile], list[Dropped]]:
     budgets, dropped = numbers(frame, "C"), []
     index = group_near(budgets, BUDGET_FACTOR)
     out = []
@@ -187,7 +205,9 @@ def _profiles(frame: pd.DataFrame, curve: str, noise: float | NoiseLevel | None)
         part = frame[index == g].groupby("N", sort=True)["loss"].mean()
         budget = float(np.exp(np.mean(np.log(budgets[index == g]))))
         if len(part) < FEWEST_SIZES[curve]:
-            dropped.append(Dropped(run=f"budget {budget:.3g}", reason=f"{len(part)} sizes, {FEWEST_SIZES[curve]} are needed"))
+            dropped.append(
+                Dropped(run=f"budget {budget:.3g}", reason=f"{len(part)} sizes, {FEWEST_SIZES[curve]} are needed")
+            )
             continue
         losses = part.to_numpy(dtype=np.float64)
         sd = noise.at(losses) if isinstance(noise, NoiseLevel) else np.full(len(losses), float(noise or 0.0))
@@ -205,7 +225,9 @@ def _minimum(p: _Profile, losses_Rm: Floats, curve: str) -> tuple[Floats, str]:
         inside = (a > 0) & (vertex > p.log_n[0]) & (vertex < p.log_n[-1])
         reason = "the parabola opens downwards" if a[0] <= 0 else "the minimum lies outside the sizes tried"
         return np.where(inside, vertex, np.nan), reason
-    fine = np.unique(np.concatenate([np.linspace(a, b, FINER + 1) for a, b in zip(p.log_n[:-1], p.log_n[1:], strict=True)]))
+    fine = np.unique(
+        np.concatenate([np.linspace(a, b, FINER + 1) for a, b in zip(p.log_n[:-1], p.log_n[1:], strict=True)])
+    )
     curve_values = Akima1DInterpolator(p.log_n, np.log(np.maximum(losses_Rm, 1e-9)), axis=1)(fine)
     k = np.argmin(curve_values, axis=1)
     # A minimum on the outermost sizes is the edge of the grid, not of the profile.

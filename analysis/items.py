@@ -120,7 +120,9 @@ def compare_items(
 def _check(table: pd.DataFrame, baseline: str | None) -> None:
     absent = [c for c in ("item", "method", "correct") if c not in table.columns]
     if absent:
-        raise TableError(f"compare items: column {absent[0]!r} missing; the table has: {', '.join(map(str, table.columns))}")
+        raise TableError(
+            f"compare items: column {absent[0]!r} missing; the table has: {', '.join(map(str, table.columns))}"
+        )
     names = set(table["method"].astype(str))
     if baseline not in names:
         raise TableError(f"method {baseline!r} is not in the table; {nearest(str(baseline), names)}")
@@ -142,7 +144,9 @@ def _pair(part: pd.DataFrame, baseline: str, method: str, level: float, rng: np.
     d = ours.loc[common, "correct"].to_numpy(dtype=np.int64) - base.loc[common, "correct"].to_numpy(dtype=np.int64)
     clusters = ours.loc[common, "cluster"].astype(str).to_numpy() if "cluster" in ours.columns else None
     left = (len(ours) - len(common)) + (len(base) - len(common))
-    result = _from_counts(int(np.sum(d > 0)), int(np.sum(d < 0)), len(d), level, d if clusters is not None else None, clusters, rng)
+    result = _from_counts(
+        int(np.sum(d > 0)), int(np.sum(d < 0)), len(d), level, d if clusters is not None else None, clusters, rng
+    )
     if left:
         from dataclasses import replace
 
@@ -166,7 +170,9 @@ def _from_counts(
         kept = sums[sums != 0]
         headline, floor = sign_flip(kept, rng) if len(kept) else (1.0, 1.0)
         extra = {"clusters": len(sums), "cluster_sign_flip_p": headline, "cluster_sign_flip_floor": floor}
-        text = f"items come in {len(sums)} clusters: McNemar's p treats them as independent; the cluster sign flip is used"
+        text = (
+            f"items come in {len(sums)} clusters: McNemar's p treats them as independent; the cluster sign flip is used"
+        )
         cautions.append(Caution(code="clustered-items", message=text))
         variance = float(np.sum((sums - sums.mean()) ** 2)) / items**2 * len(sums) / max(len(sums) - 1, 1)
     if gains + losses == 0:
@@ -206,5 +212,3 @@ def _add_holm(results: dict[str, Result]) -> dict[str, Result]:
         name: replace(r, details={**r.details, "holm": value, "tests": len(results)})
         for (name, r), value in zip(results.items(), adjusted, strict=True)
     }
-
-

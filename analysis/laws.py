@@ -173,4 +173,3 @@ class ChinchillaTied(PowerSum):
     name = "chinchilla-tied"
     formula = "L = E + A N^-alpha + B D^-alpha"
     terms = (Term("E"), Term("A", {"N": "alpha"}), Term("B", {"D": "alpha"}))
-

@@ -79,9 +79,7 @@ class Model:
                 np.array([next(k for k, s in enumerate(self.slots) if s.name == p.name and s.group in (None, g))
                           for p in law.parameters])
             )  # fmt: skip
-            self.rows.append(
-                np.arange(self.n) if g is None else np.flatnonzero(np.asarray(groups, dtype=object) == g)
-            )
+            self.rows.append(np.arange(self.n) if g is None else np.flatnonzero(np.asarray(groups, dtype=object) == g))
 
     @property
     def parameters(self) -> list[str]:

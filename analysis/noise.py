@@ -30,6 +30,7 @@ Floats = NDArray[np.float64]
 # Columns that tell configurations apart where the user does not say; runs equal in all of them differ by seed only.
 CONFIGURATION = ("group", "method", "size", "heads", "kv", "lr", "batch_tokens", "N", "D", "precision", "sweep")
 HOMOGENEOUS = 0.05
+SURELY_UNEQUAL = 1e-3
 
 
 def noise_floor(
@@ -224,7 +225,14 @@ def parse_counts(option: str, text: str) -> list[int]:
 
 
 def _needed(
-    scales: int, sd: float, difference: float | None, half_width: float | None, *, known_sd: bool, alpha: float, power: float
+    scales: int,
+    sd: float,
+    difference: float | None,
+    half_width: float | None,
+    *,
+    known_sd: bool,
+    alpha: float,
+    power: float,
 ) -> dict[str, Any]:
     out: dict[str, Any] = {"scales": scales}
     base = Design(seeds=2, scales=scales, known_sd=known_sd)
@@ -232,7 +240,10 @@ def _needed(
         out["seeds_to_find_difference"] = seeds_needed(difference / sd, base, alpha, power)
     if half_width is not None:
         count = 1 if known_sd else 2
-        while precision(Design(seeds=count, scales=scales, known_sd=known_sd), 1 - alpha) * sd > half_width and count < 10_000:
+        while (
+            precision(Design(seeds=count, scales=scales, known_sd=known_sd), 1 - alpha) * sd > half_width
+            and count < 10_000
+        ):
             count += 1
         out["seeds_for_half_width"] = count
     return out
@@ -242,7 +253,9 @@ def _configuration(frame: pd.DataFrame, by: Sequence[str] | None) -> list[str]:
     if by is not None:
         absent = [c for c in by if c not in frame.columns]
         if absent:
-            raise TableError(f"noise floor: column {absent[0]!r} is not in the table; it has: {', '.join(map(str, frame.columns))}")
+            raise TableError(
+                f"noise floor: column {absent[0]!r} is not in the table; it has: {', '.join(map(str, frame.columns))}"
+            )
         return list(by)
     return [c for c in CONFIGURATION if c in frame.columns and not (c == "N" and "size" in frame.columns)]
 
@@ -294,7 +307,12 @@ def _scale_dependence(parts: Sequence[pd.DataFrame], samples: Sequence[Floats]) 
     centred = x - np.sum(w * x) / np.sum(w)
     slope = float(np.sum(w * centred * y) / np.sum(w * centred**2))
     error = float(1 / np.sqrt(np.sum(w * centred**2)))
-    return {"variable": name, "slope": slope, "standard_error": error, "p": float(2 * stats.norm.sf(abs(slope) / error))}
+    return {
+        "variable": name,
+        "slope": slope,
+        "standard_error": error,
+        "p": float(2 * stats.norm.sf(abs(slope) / error)),
+    }
 
 
 def _cautions(df: int, tests: dict[str, float | None], samples: Sequence[Floats]) -> list[Caution]:
@@ -303,14 +321,16 @@ def _cautions(df: int, tests: dict[str, float | None], samples: Sequence[Floats]
         low, high = chi_square_limits(1.0, df, 0.95)
         text = f"{df} degrees of freedom: the true SD may be {low:.2f} to {high:.2f} times the estimate"
         out.append(Caution(code="few-seeds", message=text))
-    levene = tests["levene_p"]
-    if levene is not None and levene < HOMOGENEOUS:
+    levene, bartlett = tests["levene_p"], tests["bartlett_p"]
+    # Levene's test has little power with a handful of runs a configuration; Bartlett's is trusted only when extreme.
+    if (levene is not None and levene < HOMOGENEOUS) or (bartlett is not None and bartlett < SURELY_UNEQUAL):
         sds = [float(np.std(s, ddof=1)) for s in samples]
-        text = f"configurations differ in spread (Levene p {levene:.2g}; SD {min(sds):.3g} to {max(sds):.3g}): do not pool them all"
+        text = (
+            f"configurations differ in spread (Levene p {levene:.2g}, Bartlett p {bartlett:.2g}; SD {min(sds):.3g} to "
+            f"{max(sds):.3g}): do not pool them all"
+        )
         out.append(Caution(code="unequal-variances", message=text))
     if any(np.ptp(s) == 0 for s in samples):
         text = "a configuration has runs with exactly equal losses: copies of one run, or seeds that change nothing"
         out.append(Caution(code="identical-losses", message=text))
     return out
-
-

@@ -156,3 +156,8 @@ def expected_best(k: int) -> float:
     grid = np.linspace(-9.0, 9.0, 20_001)
     density = k * stats.norm.pdf(grid) * stats.norm.cdf(grid) ** (k - 1)
     return float(np.trapezoid(grid * density, grid))
+
+
+def known_sd_test(gain: float, n_new: int, n_old: int, *, sd: float) -> float:
+    """One-sided p that a gain of mean loss between independent arms is luck, the noise of one run being known."""
+    return float(stats.norm.sf(gain / (sd * np.sqrt(1 / n_new + 1 / n_old))))

@@ -81,7 +81,12 @@ def _rejection(limit: float, df: float, shift: float) -> float:
     edge = float(np.sqrt(stats.chi2.isf(1e-14, df) / df))
     kink = float(np.clip(shift / limit, 1e-9, 0.999 * edge))
     total = 0.0
-    for low, high in ((0.0, 0.8 * kink), (0.8 * kink, kink), (kink, min(1.2 * kink, edge)), (min(1.2 * kink, edge), edge)):
+    for low, high in (
+        (0.0, 0.8 * kink),
+        (0.8 * kink, kink),
+        (kink, min(1.2 * kink, edge)),
+        (min(1.2 * kink, edge), edge),
+    ):
         ratio = 0.5 * (high - low) * _NODES + 0.5 * (high + low)
         density = 2 * df * ratio * stats.chi2.pdf(df * ratio**2, df)
         inside = special.ndtr(shift - limit * ratio) + special.ndtr(-shift - limit * ratio)
@@ -89,7 +94,9 @@ def _rejection(limit: float, df: float, shift: float) -> float:
     return total
 
 
-def seeds_needed(difference_in_sds: float, design: Design, alpha: float = 0.05, power: float = 0.8, most: int = 10_000) -> int:
+def seeds_needed(
+    difference_in_sds: float, design: Design, alpha: float = 0.05, power: float = 0.8, most: int = 10_000
+) -> int:
     """Fewest seeds with which ``design`` finds that difference.
 
     Raises
@@ -111,7 +118,9 @@ def seeds_needed(difference_in_sds: float, design: Design, alpha: float = 0.05, 
     return low
 
 
-def simulated_power(design: Design, difference_in_sds: float, rng: np.random.Generator, alpha: float = 0.05, runs: int = 4000) -> float:
+def simulated_power(
+    design: Design, difference_in_sds: float, rng: np.random.Generator, alpha: float = 0.05, runs: int = 4000
+) -> float:
     """Share of simulated experiments in which the test rejects."""
     shape = (runs, design.scales, design.seeds)
     common = rng.normal(size=shape) * np.sqrt(max(design.rho, 0.0))
@@ -125,7 +134,9 @@ def simulated_power(design: Design, difference_in_sds: float, rng: np.random.Gen
         d = a - b
         sd = np.sqrt(((d - d.mean(axis=2, keepdims=True)) ** 2).sum(axis=(1, 2)) / design.df / 2 / (1 - design.rho))
     else:
-        squares = ((a - a.mean(axis=2, keepdims=True)) ** 2).sum(axis=(1, 2)) + ((b - b.mean(axis=2, keepdims=True)) ** 2).sum(axis=(1, 2))
+        squares = ((a - a.mean(axis=2, keepdims=True)) ** 2).sum(axis=(1, 2)) + (
+            (b - b.mean(axis=2, keepdims=True)) ** 2
+        ).sum(axis=(1, 2))
         sd = np.sqrt(squares / design.df)
     limit = stats.norm.ppf(1 - alpha / 2) if design.known_sd else stats.t.ppf(1 - alpha / 2, design.df)
     return float(np.mean(np.abs(mean) > limit * sd * design.standard_error_factor))
@@ -139,7 +150,9 @@ def precision(design: Design, level: float = 0.95) -> float:
     return float(quantile) * design.standard_error_factor
 
 
-def power_table(seeds: Sequence[int], scales: Sequence[int], *, rho: float, known_sd: bool, alpha: float, power: float) -> list[dict[str, float]]:
+def power_table(
+    seeds: Sequence[int], scales: Sequence[int], *, rho: float, known_sd: bool, alpha: float, power: float
+) -> list[dict[str, float]]:
     """Detectable difference and half-width, in SDs of one run, of every design."""
     out = []
     for k in scales:

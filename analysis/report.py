@@ -2,7 +2,7 @@
 
 Last in the flow. ``build_report`` takes tidy runs and their histories, has everything computed (``findings``), and
 writes one folder: ``report.html`` (a single file that asks the network for nothing), ``report.md``, ``runs.csv``,
-``results.json``, ``tables/*.{csv,md,tex,html}`` and ``figures/*.{png,pdf,svg,csv}``.
+``results.json``, ``tables/*.{csv,md,tex,html}``, ``figures/*.{png,pdf,svg,csv}``, and ``latex/report.tex``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Final
 
 import pandas as pd
 
-from scaling.analysis import gallery, page, provenance, svg
+from scaling.analysis import catalog, latex, page, provenance, svg
 from scaling.analysis.figures import style
 from scaling.analysis.findings import Findings
 from scaling.analysis.gallery import Picture
@@ -25,7 +25,7 @@ from scaling.analysis.sections import sections
 from scaling.analysis.summary import summarize
 from scaling.analysis.tables import render
 from scaling.analysis.tables.table import Table
-from scaling.errors import ScalingError
+from scaling.errors import ScalingError, UsageError
 
 _LOG = logging.getLogger(__name__)
 FIGURE_FORMATS: Final = ("png", "pdf", "svg")
@@ -82,10 +82,10 @@ def build_report(
     csv_text = str(found.table.to_csv(index=False, lineterminator="\n"))
     origin = provenance.gather(found.table, csv_text=csv_text, command=command, extra=extra_provenance)
     summary = summarize(found)
-    parts = sections(found, gallery.pictures(found), origin)
+    parts = sections(found, catalog.pictures(found), origin)
     drawn: dict[str, tuple[str, str]] = {}
     try:
-        for folder in (out, out / "tables", out / "figures"):
+        for folder in (out, out / "tables", out / "figures", out / "latex"):
             folder.mkdir(parents=True, exist_ok=True)
         _write(out / "runs.csv", csv_text)
         results = {name: result.to_dict() for name, result in found.results.items()}
@@ -96,6 +96,7 @@ def build_report(
             for picture in section.pictures:
                 drawn[picture.name] = _draw(picture, out / "figures", formats)
         _write(out / "report.md", page.markdown(title, summary, parts))
+        _write(out / "latex" / "report.tex", latex.document(title, summary, parts))
         target = out / "report.html"
         _write(target, page.html(title, summary, parts, drawn))
     except OSError as error:
@@ -119,6 +120,27 @@ def write_picture(picture: Picture, folder: Path, formats: Sequence[str] = FIGUR
     with style.context():
         encoded = svg.encode(picture.draw(style.WIDE_IN), formats)
     return _save(picture, encoded, folder)
+
+
+def write_figure(picture: Picture, path: Path) -> Path:
+    """Draw a picture into one file of the format that its name says.
+
+    Raises
+    ------
+    UsageError
+        If that format is not offered.
+    ScalingError
+        If the file cannot be written.
+    """
+    fmt = path.suffix[1:].lower()
+    if fmt not in FIGURE_FORMATS:
+        raise UsageError(f"{path}: format {fmt!r} is not offered; allowed: {', '.join(FIGURE_FORMATS)}")
+    with style.context():
+        encoded = svg.encode(picture.draw(style.WIDE_IN), (fmt,))
+    try:
+        return _write(path, encoded[fmt])
+    except OSError as error:
+        raise ScalingError(f"{path}: cannot be written ({error.strerror}); choose another --out") from None
 
 
 def _draw(picture: Picture, folder: Path, formats: Sequence[str]) -> tuple[str, str]:

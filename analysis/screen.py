@@ -134,10 +134,16 @@ def _run_name(line: pd.Series) -> str | None:
 def _cautions(frame: pd.DataFrame, unusable: int, unfinished: int, duplicates: int) -> tuple[Caution, ...]:
     out = []
     if unusable:
-        out.append(Caution(code="unusable-rows", message=f"{unusable} rows with missing, infinite or non-positive values left out"))
+        out.append(
+            Caution(
+                code="unusable-rows", message=f"{unusable} rows with missing, infinite or non-positive values left out"
+            )
+        )
     if unfinished:
         out.append(
-            Caution(code="unfinished-schedules", message=f"{unfinished} runs left out: learning-rate schedule unfinished")
+            Caution(
+                code="unfinished-schedules", message=f"{unfinished} runs left out: learning-rate schedule unfinished"
+            )
         )
     if duplicates:
         out.append(Caution(code="duplicated-runs", message=f"{duplicates} copies of runs left out"))
@@ -146,7 +152,11 @@ def _cautions(frame: pd.DataFrame, unusable: int, unfinished: int, duplicates: i
         ("data_fingerprint", "mixed-training-data", "training corpora"),
     ):
         if column in frame.columns and frame[column].nunique(dropna=True) > 1:
-            out.append(Caution(code=code, message=f"runs use {frame[column].nunique()} different {what}: losses are not comparable"))
+            out.append(
+                Caution(
+                    code=code, message=f"runs use {frame[column].nunique()} different {what}: losses are not comparable"
+                )
+            )
     return tuple(out)
 
 
@@ -166,4 +176,6 @@ def check_spread(values: Floats, name: str, analysis: str, at_least: int = 2) ->
     distinct = len(np.unique(values))
     if distinct < at_least:
         only = f" ({name} = {values[0]:.6g} in every row)" if distinct == 1 else ""
-        raise TableError(f"{analysis}: {name} takes {distinct} distinct value{'s' * (distinct != 1)}{only}, needs {at_least} or more")
+        raise TableError(
+            f"{analysis}: {name} takes {distinct} distinct value{'s' * (distinct != 1)}{only}, needs {at_least} or more"
+        )

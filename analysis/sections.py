@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Final
 
+from scaling.analysis import catalog
 from scaling.analysis.findings import Findings
 from scaling.analysis.gallery import Picture
 from scaling.analysis.page import Section
-from scaling.analysis.tables import core
+from scaling.analysis.tables import beside, core
+from scaling.analysis.tables.table import Table
 
 GLOSSARY: Final = (
     (
@@ -44,50 +46,60 @@ GLOSSARY: Final = (
 )
 
 
+_PUBLISHED: Final = (
+    "Numbers that papers published for methods of the same name. They were measured on other data, with other "
+    "budgets and "
+    "precisions, mostly with one seed; they stand here to be looked at, and enter no calculation."
+)
+
+
 def sections(found: Findings, pictures: Sequence[Picture], origin: Mapping[str, str]) -> list[Section]:
     """Everything after the summary; parts with nothing in them are left out."""
-    baseline = found.baseline or ""
 
     def shown(name: str) -> tuple[Picture, ...]:
         return tuple(picture for picture in pictures if picture.section == name)
 
-    speed = []
-    if found.speedups:
-        speed.append(
-            core.speedups(found.speedups, baseline=baseline, conventions=found.conventions, dropped=len(found.dropped))
-        )
-        if any(item.scales for item in found.speedups):
-            speed.append(core.speedups_by_scale(found.speedups, baseline=baseline))
+    def tables(*names: str) -> tuple[Table, ...]:
+        return tuple(built for name in names if (built := catalog.TABLES[name].build(found)) is not None)
+
+    topics = [f"published-{topic}" for topic in beside.relevant(found.methods)]
     parts = [
         Section(
             anchor="speedups",
             title="Compute saved at equal loss",
-            intro=tuple(_failed(found, "speedup")),
+            intro=tuple(_failed(found, "compute")),
             pictures=shown("speedups"),
-            tables=tuple(speed),
+            tables=tables("speedups", "speedups-by-scale"),
         ),
         Section(
             anchor="seeds",
             title="Loss differences, seed by seed",
             pictures=shown("seeds"),
-            tables=(core.seed_deltas(found.deltas, baseline=baseline, dropped=len(found.dropped)),)
-            if found.deltas
-            else (),
+            tables=tables("seed-deltas"),
         ),
+        Section(anchor="noise", title="Noise", pictures=shown("noise"), tables=tables("noise")),
         Section(
-            anchor="noise",
-            title="Noise",
-            pictures=shown("noise"),
-            tables=(core.noise(found.noises),) if found.noises else (),
+            anchor="grids",
+            title="Methods by size",
+            pictures=shown("grids"),
+            tables=tables("main", "heads", "heads-kv", "lr"),
         ),
         Section(anchor="losses", title="Loss curves", pictures=shown("losses")),
-        Section(anchor="runs", title="All runs", tables=(core.runs(found.table),)),
+        Section(anchor="costs", title="Throughput and memory", pictures=shown("costs"), tables=tables("throughput")),
+        Section(anchor="fits", title="How good the laws are", pictures=shown("fits")),
+        Section(anchor="runs", title="All runs", tables=tables("runs")),
+        Section(
+            anchor="published",
+            title="Published values beside these",
+            intro=(_PUBLISHED,) if topics else (),
+            tables=tables(*topics),
+        ),
         Section(anchor="methods", title="Methods and conventions", intro=_methods(found), entries=GLOSSARY),
         Section(
             anchor="dropped",
             title="Runs left out",
             intro=() if found.dropped else ("No run was left out.",),
-            tables=(core.dropped(found.dropped),) if found.dropped else (),
+            tables=tables("dropped"),
         ),
         Section(anchor="provenance", title="Provenance", entries=tuple(origin.items()), is_code=True),
     ]

@@ -89,14 +89,22 @@ def compare_seeds(
     out = {}
     for name in names:
         try:
-            out[name] = _compare(cells[baseline], cells[name], screened, pairing=pairing, noise_sd=noise_sd, level=level)
+            out[name] = _compare(
+                cells[baseline], cells[name], screened, pairing=pairing, noise_sd=noise_sd, level=level
+            )
         except FitError as error:
             out[name] = refuse("compare seeds", str(error), screened)
     return _correct(out)
 
 
 def _compare(
-    baseline: dict[str, Cell], method: dict[str, Cell], screened: Screened, *, pairing: str, noise_sd: float | None, level: float
+    baseline: dict[str, Cell],
+    method: dict[str, Cell],
+    screened: Screened,
+    *,
+    pairing: str,
+    noise_sd: float | None,
+    level: float,
 ) -> Result:
     common = [s for s in baseline if s in method]
     if not common:
@@ -110,13 +118,20 @@ def _compare(
     sd, sd_df = pooled_sd(both)
     use_pairs = pairing == "paired" or (pairing == "auto" and rho_df > 0 and rho_p < CORRELATED and noise_sd is None)
     per_scale = [
-        _scale(m, b, p, sd=noise_sd or sd, sd_df=np.inf if noise_sd else sd_df, rho=rho if noise_sd else 0.0, level=level)
+        _scale(
+            m, b, p, sd=noise_sd or sd, sd_df=np.inf if noise_sd else sd_df, rho=rho if noise_sd else 0.0, level=level
+        )
         for (m, b), p in zip(arms, pairs, strict=True)
     ]
     deltas = np.array([row["delta"] for row in per_scale])
-    joint = _joint(arms, pairs, use_pairs=use_pairs, sd=noise_sd or sd, sd_df=np.inf if noise_sd else sd_df, level=level)
+    joint = _joint(
+        arms, pairs, use_pairs=use_pairs, sd=noise_sd or sd, sd_df=np.inf if noise_sd else sd_df, level=level
+    )
     key = "paired" if use_pairs else "pooled"
-    estimate = {"delta": float(np.mean(deltas)), **{f"delta[{s}]": float(d) for s, d in zip(common, deltas, strict=True)}}
+    estimate = {
+        "delta": float(np.mean(deltas)),
+        **{f"delta[{s}]": float(d) for s, d in zip(common, deltas, strict=True)},
+    }
     interval, errors = _interval(joint, common, per_scale, key, level, use_pairs)
     flips = np.concatenate([m - b for m, b in pairs]) if pairs else np.empty(0)
     flip_p, flip_floor = sign_flip(flips) if len(flips) else (float("nan"), float("nan"))
@@ -183,7 +198,13 @@ def _scale(
 
 
 def _joint(
-    arms: list[tuple[Cell, Cell]], pairs: list[tuple[Floats, Floats]], *, use_pairs: bool, sd: float, sd_df: float, level: float
+    arms: list[tuple[Cell, Cell]],
+    pairs: list[tuple[Floats, Floats]],
+    *,
+    use_pairs: bool,
+    sd: float,
+    sd_df: float,
+    level: float,
 ) -> TTest | None:
     """Mean difference over scales: pooled variance of pair differences, or of runs."""
     k = len(arms)
@@ -228,7 +249,10 @@ def mixed_model(arms: list[tuple[Cell, Cell]], pairs: list[tuple[Floats, Floats]
     """Random-intercept model of the pair differences over scales: does the mean differ when scales are a sample?"""
     d = [m - b for m, b in pairs]
     if len(d) < 3 or sum(len(v) for v in d) < len(d) + 2:
-        return {"fitted": False, "reason": f"{len(d)} scales with {sum(len(v) for v in d)} pairs: needs 3 scales and some seeds"}
+        return {
+            "fitted": False,
+            "reason": f"{len(d)} scales with {sum(len(v) for v in d)} pairs: needs 3 scales and some seeds",
+        }
     from statsmodels.regression.mixed_linear_model import MixedLM
 
     values = np.concatenate(d)
@@ -274,7 +298,9 @@ def _cautions(
         out.append(Caution(code="few-seeds", message=text))
     if details["pairing"]["used"] == "unpaired" and smallest > 1:
         rho = details["pairing"]["rho"]
-        text = f"runs of one seed correlate by {rho:.2f}, not shown to be positive: the unpaired test with more df is used"
+        text = (
+            f"runs of one seed correlate by {rho:.2f}, not shown to be positive: the unpaired test with more df is used"
+        )
         out.append(Caution(code="pairing-not-used", message=text))
     p = details["pooled_sd"]["homogeneity_p"]
     if p is not None and p < HOMOGENEOUS:

@@ -70,7 +70,9 @@ def residuals(model: Model, phi_RP: Floats, y_Rn: Floats, *, log: bool) -> Float
     return np.log(y_Rn) - f_Rn if log else y_Rn - np.exp(f_Rn)
 
 
-def minimise(model: Model, y_Rn: Floats, w_Rn: Floats, start_RP: Floats, goal: Goal, *, warm: bool = False, race: bool = False) -> Solution:
+def minimise(
+    model: Model, y_Rn: Floats, w_Rn: Floats, start_RP: Floats, goal: Goal, *, warm: bool = False, race: bool = False
+) -> Solution:
     """Minimise the goal from each start.
 
     Parameters
@@ -177,7 +179,9 @@ def _newton(
         here = _sum(wl, r, dl)
         grad, hess = _system(model, cache, r, outer, wl, dl, newton[live])
         step, scaled, expected = _step(grad, hess, phi[live], (low[live], high[live]), mu[live])
-        floor = GRADIENT_TOLERANCE * np.sqrt(here) + ROUNDING_TOLERANCE * np.sqrt(total_w if shared_w else total_w[live])
+        floor = GRADIENT_TOLERANCE * np.sqrt(here) + ROUNDING_TOLERANCE * np.sqrt(
+            total_w if shared_w else total_w[live]
+        )
         objective[live], gradient[live] = here, scaled / np.maximum(np.sqrt(here), 1e-300)
         done = (scaled <= floor) | ((scaled <= STALL_TOLERANCE * np.sqrt(here)) & (expected <= 1e-13 * here))
         converged[live[done]] = True

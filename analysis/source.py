@@ -13,6 +13,7 @@ from pathlib import Path
 import pandas as pd
 
 from scaling.analysis.schema import CANONICAL
+from scaling.errors import TableError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,7 +25,7 @@ class Source:
     dropped: tuple[tuple[str, str], ...]
 
 
-def read(source: str, *, columns: str | None = None, where: Sequence[str] = ()) -> Source:
+def read(source: str, *, columns: str | None = None, where: Sequence[str] = (), curves: str | None = None) -> Source:
     """Runs from a folder of run folders, a store's address, or a file.
 
     Parameters
@@ -33,6 +34,9 @@ def read(source: str, *, columns: str | None = None, where: Sequence[str] = ()) 
         Mapping for tables of other tools, ``"loss=final_val_loss,method=group"``; needs a file.
     where
         Comparisons that rows must satisfy.
+    curves
+        File of loss curves for a table without histories: columns ``run`` (or ``run_key``), ``step``, and one of
+        ``value``, ``loss``, ``val_loss``. The table tells its runs apart by a column of the same name.
 
     Raises
     ------
@@ -48,10 +52,35 @@ def read(source: str, *, columns: str | None = None, where: Sequence[str] = ()) 
         return Source(table=filter_rows(found.table, list(where)), histories=found.histories, dropped=lost)
     from scaling.analysis.columns import load_table
 
-    return Source(table=tidy(load_table(source, columns=columns, where=list(where))), histories=None, dropped=())
+    table = tidy(load_table(source, columns=columns, where=list(where)))
+    if "run_key" not in table.columns and "run" in table.columns:
+        table = table.rename(columns={"run": "run_key"})
+    return Source(table=table, histories=None if curves is None else read_curves(curves), dropped=())
 
 
 def tidy(table: pd.DataFrame) -> pd.DataFrame:
     """Short names (``N``, ``C``, ``loss``...) under the schema's names; columns that already have them stay."""
     names = {short: name for short, name in CANONICAL.items() if short in table.columns and short != name}
     return table.drop(columns=[name for name in names.values() if name in table.columns]).rename(columns=names)
+
+
+def read_curves(path: str) -> pd.DataFrame:
+    """A long table of loss curves as histories of ``val/loss``.
+
+    Raises
+    ------
+    TableError
+        If the file is missing, of another kind, or lacks a column; the message lists those it has.
+    """
+    from scaling.analysis.columns import load_table
+
+    frame = load_table(path)
+    key = next((name for name in ("run_key", "run") if name in frame.columns), None)
+    loss = next((name for name in ("value", "loss", "val_loss") if name in frame.columns), None)
+    if key is None or loss is None or "step" not in frame.columns:
+        have = ", ".join(map(str, frame.columns))
+        raise TableError(f"{path}: needs columns run, step and value (or val_loss); it has: {have}; rename them")
+    long = pd.DataFrame(
+        {"run_key": frame[key].astype("string"), "step": frame["step"], "value": frame[loss].astype(float)}
+    )
+    return long.assign(metric="val/loss", time_ms=0)[["run_key", "metric", "step", "time_ms", "value"]]

@@ -40,10 +40,16 @@ if TYPE_CHECKING:
 Floats = NDArray[np.float64]
 
 # Currency -> column and what divides it.
-CURRENCIES = {"flops": ("C", 1.0), "tokens": ("D", 1.0), "seconds": ("wall_time_s", 1.0), "gpu_hours": ("gpu_seconds", 3600.0)}
+CURRENCIES = {
+    "flops": ("C", 1.0),
+    "tokens": ("D", 1.0),
+    "seconds": ("wall_time_s", 1.0),
+    "gpu_hours": ("gpu_seconds", 3600.0),
+}
 INVERSIONS = ("law", "chord")
 # Cost beyond the baseline's range from which an extrapolation is called far.
 FAR = 10.0
+
 
 def budget_invariant_speedup(loss_worse: float, loss_better: float, *, asymptote: float, exponent: float) -> float:
     """Speedup between two runs of equal cost on laws that differ in their amplitude only.
@@ -126,7 +132,10 @@ def compare_speedup(
         raise UsageError(f"asymptote {asymptote!r} is unknown; allowed: auto, free, shared, or a number")
     column, divisor = CURRENCIES[currency]
     screened = screen(
-        table, needs=["method", "loss", column], analysis=f"compare speedup in {currency}", keep_unfinished=keep_unfinished
+        table,
+        needs=["method", "loss", column],
+        analysis=f"compare speedup in {currency}",
+        keep_unfinished=keep_unfinished,
     )
     frame = screened.frame.assign(**{column: numbers(screened.frame, column) / divisor})
     cells = make_cells(frame, cost=column)
@@ -167,7 +176,12 @@ def _compare(
     inverse = fit_baseline(arms.baseline, arms.method, asymptote=asymptote, sd=noise.sd, sd_df=noise.df)
     if np.isnan(noise.sd) and inverse.df > 0:
         noise = Noise(
-            sd=float(np.sqrt(inverse.rss / inverse.df)), df=inverse.df, source="lack of fit", rho=np.nan, rho_p=np.nan, used_rho=0.0
+            sd=float(np.sqrt(inverse.rss / inverse.df)),
+            df=inverse.df,
+            source="lack of fit",
+            rho=np.nan,
+            rho_p=np.nan,
+            used_rho=0.0,
         )
     losses = np.array([c.mean for c in arms.method])
     costs = np.log([c.x for c in arms.method])
@@ -179,7 +193,9 @@ def _compare(
         text = f"at {names} the method's loss is below the baseline's asymptote {inverse.curve['E']:.6g}: no finite cost, left out"
         cautions.append(Caution(code="below-asymptote", message=text))
     if not np.any(usable):
-        raise FitError(f"below-asymptote: every loss of the method lies below the baseline's asymptote {inverse.curve['E']:.6g}")
+        raise FitError(
+            f"below-asymptote: every loss of the method lies below the baseline's asymptote {inverse.curve['E']:.6g}"
+        )
     gradient = loss_gradient(inverse, arms, losses, usable)
     if inversion == "chord":
         log_s = chord(arms, costs)
@@ -227,7 +243,9 @@ def _cautions(
         text = f"{int(np.sum(usable))} scale{'s' * (np.sum(usable) != 1)} of the method: no trend can be tested"
         out.append(Caution(code="few-scales", message=text))
     if inverse.curve["E"] < 1e-5 * min(c.mean for c in arms.cells):
-        text = "the fitted asymptote is zero: the data show no curvature in log loss; extrapolated speedups depend on that"
+        text = (
+            "the fitted asymptote is zero: the data show no curvature in log loss; extrapolated speedups depend on that"
+        )
         out.append(Caution(code="bound-hit", message=text))
     out += mixed_budgets(frame, [arms.baseline[0].method, arms.method[0].method])
     return out
@@ -244,7 +262,12 @@ def mixed_budgets(frame: pd.DataFrame, methods: list[str]) -> list[Caution]:
     mixed = [str(s) for s in tokens.index[tokens["max"] > 1.01 * tokens["min"]]]
     if not mixed:
         return []
-    return [Caution(code="mixed-token-budgets", message=f"runs of one scale saw different numbers of tokens at {', '.join(mixed)}")]
+    return [
+        Caution(
+            code="mixed-token-budgets",
+            message=f"runs of one scale saw different numbers of tokens at {', '.join(mixed)}",
+        )
+    ]
 
 
 def _extrapolation(arms: Arms, log_s: Floats) -> Floats:
@@ -278,13 +301,17 @@ def _result(
         intervals["delta"] = Interval(level=level, method=f"delta method, {name}", low=low, high=high)
     if known and boot is not None and np.sum(np.isfinite(boot)) > 0.5 * len(boot):
         low, high = _limits(mean, quantile * float(np.nanstd(boot, ddof=1)))
-        intervals["two-level"] = Interval(level=level, method=f"two-level bootstrap keeping pairs, {name}", low=low, high=high)
+        intervals["two-level"] = Interval(
+            level=level, method=f"two-level bootstrap keeping pairs, {name}", low=low, high=high
+        )
     if trend_p < 0.05:
         text = f"log speedup changes by {trend:.3g} a decade of cost (p {trend_p:.2g}): one number does not describe this method"
         cautions.append(Caution(code="trend", message=text))
     rows = frame[frame["method"].isin([arms.baseline[0].method, arms.method[0].method])]
     entries = {
-        "form": "L = E + A C^-a for the baseline, inverted at the method's mean losses" if inversion == "law" else "chords",
+        "form": "L = E + A C^-a for the baseline, inverted at the method's mean losses"
+        if inversion == "law"
+        else "chords",
         "variables": f"C = {currency}, loss, method, scale",
         "conventions": f"geometric mean of per-scale speedups in {currency}; asymptote {inverse.asymptote}",
         "rows": str(len(rows)),
@@ -317,7 +344,15 @@ def _limits(mean: float, half: float) -> tuple[dict[str, float], dict[str, float
 
 
 def _details(
-    arms: Arms, inverse: Inverse, noise: Noise, *, log_s: Floats, usable: Bools, cov: Floats, quantile: float, trend_p: float
+    arms: Arms,
+    inverse: Inverse,
+    noise: Noise,
+    *,
+    log_s: Floats,
+    usable: Bools,
+    cov: Floats,
+    quantile: float,
+    trend_p: float,
 ) -> dict[str, Any]:
     factors = _extrapolation(arms, log_s)
     by_scale = {c.scale: c for c in arms.baseline}

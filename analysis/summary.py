@@ -116,20 +116,22 @@ def _deltas(method: str, deltas: Sequence[Delta], baseline: str, shown: list[str
         places = ", ".join(delta.size for delta in open_[:_MOST_PLACES])
         more = f" and {len(open_) - _MOST_PLACES} more" if len(open_) > _MOST_PLACES else ""
         fewest = min(delta.n for delta in open_)
-        why = (
-            "the interval holds zero"
-            if all(d.low is not None for d in open_)
-            else "there is no interval, or it holds zero"
-        )
+        why = "the interval holds zero" if all(d.low is not None for d in open_) else "no interval leaves out zero"
         unknown.append(
-            f"Whether {method} and {baseline} differ at {places}{more}: with {fewest} run{'s' if fewest != 1 else ''} of "
-            f"each, {why}."
+            f"Whether {method} and {baseline} differ at {places}{more}: with {fewest} run{'s' if fewest != 1 else ''} "
+            f"of each, {why}."
         )
 
 
 def _scope(found: Findings) -> list[str]:
-    largest = found.largest_parameters
     lines = []
+    if found.baseline is None and len(found.methods) > 1:
+        lines.append("Which method is better: no baseline was named, so nothing was compared.")
+    elif len(found.methods) < 2:
+        lines.append("Whether another method would do better: all runs are of one method.")
+    if found.table[found.x].isna().all():
+        lines.append("How much compute a method saves: the table has no FLOPs.")
+    largest = found.largest_parameters
     if largest is not None and largest < 1e8:
         lines.append(
             f"Anything about models people use: the largest here has {digits.words(largest)} parameters. A tiny grid "

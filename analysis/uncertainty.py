@@ -79,7 +79,11 @@ def block_sizes(rows: int, draws: int) -> Iterator[int]:
 def cluster_bootstrap(fitted: Fitted, clusters: Sequence[object] | None, draws: int, rng: np.random.Generator) -> Draws:
     """Draw clusters (rows where ``clusters`` is ``None``) with replacement; a draw is a vector of counts."""
     n = len(fitted.y_n)
-    index = np.arange(n) if clusters is None else np.unique(np.asarray(clusters, dtype=object).astype(str), return_inverse=True)[1]
+    index = (
+        np.arange(n)
+        if clusters is None
+        else np.unique(np.asarray(clusters, dtype=object).astype(str), return_inverse=True)[1]
+    )
     total = int(index.max()) + 1
 
     def blocks() -> Iterator[tuple[None, Floats]]:

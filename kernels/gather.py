@@ -120,14 +120,14 @@ def _gather_kernel(
         if REST > 0:
             square += tl.sum(value_rest * value_rest, 1)
         factor = 1.0 / tl.sqrt_rn(tl.sum(square, 0) / D + eps)
+    # The partial result is added after the loop, so that its load is in flight together with the first rows.
+    result = tl.zeros([HP, MAIN], tl.float32)
+    if REST > 0:
+        result_rest = tl.zeros([HP, REST], tl.float32)
     if PARTIAL:
-        result = load_tile(partial_ptr + token * D, main, main_mask, MASKED).to(tl.float32)
+        partial = load_tile(partial_ptr + token * D, main, main_mask, MASKED)
         if REST > 0:
-            result_rest = load_tile(partial_ptr + token * D, rest, rest_mask, REST_MASKED).to(tl.float32)
-    else:
-        result = tl.zeros([HP, MAIN], tl.float32)
-        if REST > 0:
-            result_rest = tl.zeros([HP, REST], tl.float32)
+            partial_rest = load_tile(partial_ptr + token * D, rest, rest_mask, REST_MASKED)
     if RADIAL:
         radial = tl.load(partial_radial_ptr + token * H + head, mask=head_mask, other=0.0)
     else:
@@ -161,6 +161,10 @@ def _gather_kernel(
         query_row_ptr += D
         score_ptr += num_tokens.to(tl.int64) * H
         coefficient_row_ptr += num_tokens.to(tl.int64) * H
+    if PARTIAL:
+        result += partial.to(tl.float32)
+        if REST > 0:
+            result_rest += partial_rest.to(tl.float32)
     radial = tl.where(head_mask, radial, 0.0)
     along_value = factor * factor / D * tl.sum(radial, 0)
     store_tile(result_ptr + token * D, main, result - along_value * value, main_mask, MASKED)

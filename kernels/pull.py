@@ -69,44 +69,23 @@ def _pull_kernel(
     query_row = query_ptr + site * D
     lse_row = lse_ptr + (site * num_tokens + token) * H
 
+    # These loads are issued before the loop and used after it, so that they are in flight together with its first rows.
     query = load_tile(query_row, main, main_mask, MASKED).to(tl.float32)
-    mixed = load_tile(source_ptr + token * D, main, main_mask, MASKED).to(tl.float32)
-    square = tl.sum(mixed * mixed, 1)
-    score = tl.sum(mixed * query, 1)
+    newest = load_tile(source_ptr + token * D, main, main_mask, MASKED)
     if REST > 0:
         query_rest = load_tile(query_row, rest, rest_mask, REST_MASKED).to(tl.float32)
-        mixed_rest = load_tile(source_ptr + token * D, rest, rest_mask, REST_MASKED).to(tl.float32)
-        square += tl.sum(mixed_rest * mixed_rest, 1)
-        score += tl.sum(mixed_rest * query_rest, 1)
-    factor = 1.0 / tl.sqrt_rn(tl.sum(square, 0) / D + eps)
-    top = score * factor
-    total = tl.full([HP], 1.0, tl.float32)
-    newest = mixed
-    if REST > 0:
-        newest_rest = mixed_rest
-
+        newest_rest = load_tile(source_ptr + token * D, rest, rest_mask, REST_MASKED)
     if PARTIAL:
-        other = load_tile(partial_ptr + token * D, main, main_mask, MASKED).to(tl.float32)
-        other_lse = tl.load(partial_lse_ptr + token * H + head, mask=head_mask, other=0.0)
-        new_top = tl.maximum(top, other_lse)
-        keep = tl.exp(top - new_top)
-        share = tl.exp(other_lse - new_top)
-        mixed = mixed * keep[:, None] + other * share[:, None]
+        older = load_tile(partial_ptr + token * D, main, main_mask, MASKED)
+        older_lse = tl.load(partial_lse_ptr + token * H + head, mask=head_mask, other=0.0)
         if REST > 0:
-            other_rest = load_tile(partial_ptr + token * D, rest, rest_mask, REST_MASKED).to(tl.float32)
-            mixed_rest = mixed_rest * keep[:, None] + other_rest * share[:, None]
-        total = keep + share
-        top = new_top
-        # The partial may live in the row that the newest source is about to overwrite.
-        tl.debug_barrier()
+            older_rest = load_tile(partial_ptr + token * D, rest, rest_mask, REST_MASKED)
 
-    if WRITE:
-        write_row = write_row.to(tl.int64)
-        store_tile(bank_ptr + write_row * row_stride + token * D, main, newest, main_mask, MASKED)
-        if REST > 0:
-            store_tile(bank_ptr + write_row * row_stride + token * D, rest, newest_rest, rest_mask, REST_MASKED)
-        tl.store(factor_ptr + write_row * num_tokens + token, factor)
-
+    top = tl.full([HP], float("-inf"), tl.float32)
+    total = tl.zeros([HP], tl.float32)
+    mixed = tl.zeros([HP, MAIN], tl.float32)
+    if REST > 0:
+        mixed_rest = tl.zeros([HP, REST], tl.float32)
     row_ptr = bank_ptr + first_row.to(tl.int64) * row_stride + token * D
     row_factor_ptr = factor_ptr + first_row.to(tl.int64) * num_tokens + token
     for _ in tl.range(first_row, last_row, num_stages=STAGES):
@@ -126,6 +105,40 @@ def _pull_kernel(
         top = new_top
         row_ptr += row_stride
         row_factor_ptr += num_tokens
+
+    wide = newest.to(tl.float32)
+    square = tl.sum(wide * wide, 1)
+    score = tl.sum(wide * query, 1)
+    if REST > 0:
+        wide_rest = newest_rest.to(tl.float32)
+        square += tl.sum(wide_rest * wide_rest, 1)
+        score += tl.sum(wide_rest * query_rest, 1)
+    factor = 1.0 / tl.sqrt_rn(tl.sum(square, 0) / D + eps)
+    score *= factor
+    new_top = tl.maximum(top, score)
+    if PARTIAL:
+        new_top = tl.maximum(new_top, older_lse)
+    keep = tl.exp(top - new_top)
+    share = tl.exp(score - new_top)
+    total = total * keep + share
+    mixed = mixed * keep[:, None] + wide * share[:, None]
+    if REST > 0:
+        mixed_rest = mixed_rest * keep[:, None] + wide_rest * share[:, None]
+    if PARTIAL:
+        older_share = tl.exp(older_lse - new_top)
+        total += older_share
+        mixed += older.to(tl.float32) * older_share[:, None]
+        if REST > 0:
+            mixed_rest += older_rest.to(tl.float32) * older_share[:, None]
+        # The partial result may live in the row that the newest source is about to overwrite.
+        tl.debug_barrier()
+    top = new_top
+    if WRITE:
+        write_row = write_row.to(tl.int64)
+        store_tile(bank_ptr + write_row * row_stride + token * D, main, newest, main_mask, MASKED)
+        if REST > 0:
+            store_tile(bank_ptr + write_row * row_stride + token * D, rest, newest_rest, rest_mask, REST_MASKED)
+        tl.store(factor_ptr + write_row * num_tokens + token, factor)
 
     mixed = mixed / total[:, None]
     store_tile(output_ptr + token * D, main, mixed, main_mask, MASKED)

@@ -97,8 +97,8 @@ class Attention(nn.Module):
         self.query = Linear(d, config.num_heads * self.head_dim, std=std)
         self.key = Linear(d, config.num_kv_heads * self.head_dim, std=std)
         self.value = Linear(d, config.num_kv_heads * self.head_dim, std=std)
-        self.query_norm = RMSNorm(self.head_dim, eps=config.norm_eps)
-        self.key_norm = RMSNorm(self.head_dim, eps=config.norm_eps)
+        self.query_norm = RMSNorm(self.head_dim, eps=config.norm_eps) if config.qk_norm else nn.Identity()
+        self.key_norm = RMSNorm(self.head_dim, eps=config.norm_eps) if config.qk_norm else nn.Identity()
         self.output = Linear(config.num_heads * self.head_dim, d, std=std)
 
     def forward(self, h_BTD: Tensor, context: Context) -> Tensor:

@@ -1,8 +1,8 @@
 """The loader: from a step number to a batch, and nothing else.
 
 Between ``tokens`` and ``train``. Position ``step * batch_size + slot`` of one global cursor names a sequence through a
-keyed permutation, so a batch is a pure function of (data fingerprint, seed, step): every method, world size and micro-batch
-sees the same sequences in the same order, and resuming needs the step alone.
+keyed permutation, so a batch is a pure function of (data fingerprint, seed, step): every method, world size and
+micro-batch sees the same sequences in the same order, and resuming needs the step alone.
 
 Array shapes: B sequences, T tokens in each (``seq_len``), V ids.
 """
@@ -72,7 +72,8 @@ class Batch:
 class Windows:
     """A span of the store cut into sequences of ``seq_len`` tokens, each with the token after it as last target.
 
-    Every token of the span but its first is a target of exactly one sequence (fewer than ``seq_len`` are left at the end).
+    Every token of the span but its first is a target of exactly one sequence (fewer than ``seq_len`` are left at the
+    end).
     """
 
     first_token: int
@@ -176,7 +177,7 @@ class Loader:
         return gather(self.store, start_B, self.seq_len, documents=self.document_masking, masking=self.document_masking)
 
     def prefetch(self, step: int, rank: int = 0, world_size: int = 1, *, depth: int = 2) -> Iterator[Batch]:
-        """``batch(step)``, ``batch(step + 1)``, ... read ahead by one thread, so that a cold disk does not stall a step."""
+        """``batch(step)``, ``batch(step + 1)``, ... read ahead by one thread, against stalls of a cold disk."""
         with ThreadPoolExecutor(max_workers=1, thread_name_prefix="loader") as pool:
             ahead = deque(pool.submit(self.batch, step + i, rank, world_size) for i in range(depth))
             step += depth
@@ -225,8 +226,9 @@ class Loader:
         for name, windows in streams:
             if not len(windows):
                 raise DataError(
-                    f"{self.store.path}: source {name!r} is too small: one sequence needs {self.seq_len + 1:,} training "
-                    f"tokens, it has {self.store.tokens_of('train', name):,}; drop data.weights.{name} or lower data.seq_len"
+                    f"{self.store.path}: source {name!r} is too small: one sequence needs {self.seq_len + 1:,} "
+                    f"training tokens, it has {self.store.tokens_of('train', name):,}; "
+                    f"drop data.weights.{name} or lower data.seq_len"
                 )
         shares = largest_remainder(np.array([weights[name] / total for name in names]), MIXTURE_BLOCK)
         if int(shares.min()) == 0:
@@ -238,7 +240,8 @@ class Loader:
 def gather(store: TokenStore, start_B: npt.NDArray[np.int64], seq_len: int, *, documents: bool, masking: bool) -> Batch:
     """Read the sequences that start at the given tokens.
 
-    ``masking`` ignores the target at each end of a document: it lies in the next one, which masked attention cannot see.
+    ``masking`` ignores the target at each end of a document: it lies in the next one, which masked attention cannot
+    see.
     """
     end = store.meta.end_of_document
     rows_BT = sliding_window_view(store.tokens, seq_len + 1)[start_B]

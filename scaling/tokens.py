@@ -12,7 +12,8 @@ Between ``corpus``, which writes it, and ``loader``, which reads it. A store is 
 ``tokenizer.json``     the tokenizer, unless tokens are plain bytes
 =====================  ================================================================================================
 
-The side a document falls on is a function of its text alone (``is_held_out``), so copies of a document never meet across the split.
+The side a document falls on is a function of its text alone (``is_held_out``), so copies of a document never meet
+across the split.
 """
 
 from __future__ import annotations
@@ -161,7 +162,7 @@ class TokenStore:
 
     @cached_property
     def token_bytes_V(self) -> npt.NDArray[np.uint16]:
-        """Bytes of text that each token id stands for, shape ``(vocab_size,)``; summed over targets it gives bits per byte."""
+        """Bytes of text that each id stands for, shape ``(vocab_size,)``; over targets they give bits per byte."""
         return _load(self.path / TOKEN_BYTES, (self.vocab_size,))
 
     def document_of(self, position: npt.ArrayLike) -> npt.NDArray[np.int64]:
@@ -202,7 +203,7 @@ def read_meta(folder: Path) -> StoreMeta:
         raise DataError(f"{path}: not a token store's description; give the folder that `scaling data prepare` made")
     if tree.get("version") != VERSION:
         raise DataError(
-            f"{path}: store version {tree.get('version')}, this program reads version {VERSION}; prepare the store again"
+            f"{path}: store version {tree.get('version')}, this program reads version {VERSION}; prepare it again"
         )
     try:
         parts = tuple(Part(**part) for part in tree.pop("parts"))

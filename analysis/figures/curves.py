@@ -13,6 +13,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.patheffects import withStroke
 
 from scaling.analysis.digits import speedup as speedup_text
 from scaling.analysis.figures import style
@@ -123,6 +124,7 @@ def _arrow(axis: Axes, found: Speedup, color: str, place: int) -> None:
         color=color,
         fontsize=8,
         fontweight="bold",
+        path_effects=[withStroke(linewidth=2.5, foreground=style.PAPER)],
         zorder=6,
     )
 

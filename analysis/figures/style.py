@@ -111,7 +111,7 @@ def canvas(
     """A figure of ``panels`` axes in as many columns as its width has room for."""
     room = max(1, int(width_in // 2.2))
     wanted = columns or (room if panels > 4 else min(panels, 2 if panels == 4 else 3))
-    ncols = max(1, min(wanted, room, panels))
+    ncols = max(1, min(columns or min(wanted, room), panels))
     nrows = math.ceil(panels / ncols)
     figure = Figure(figsize=(width_in, 0.4 + panel_height_in * nrows), layout="constrained")
     grid = figure.subplots(nrows, ncols, squeeze=False, sharex=share_x)
@@ -137,8 +137,8 @@ def log_axis(axis: Axes, which: str, *, powers_only: bool = False) -> None:
     low, high = axis.get_xlim() if which == "x" else axis.get_ylim()
     spine = axis.xaxis if which == "x" else axis.yaxis
     decades = math.log10(high / low) if low > 0 else 1.0
-    if 1.2 <= decades < 2.6:
-        spine.set_major_locator(LogLocator(base=10, subs=(1, 2, 5), numticks=12))
+    if 1.2 <= decades < 2.2:
+        spine.set_major_locator(LogLocator(base=10, subs=(1, 3), numticks=12))
         spine.set_minor_locator(NullLocator())
     elif decades >= 1.2:
         spine.set_major_locator(LogLocator(base=10, numticks=8))
@@ -151,7 +151,7 @@ def log_axis(axis: Axes, which: str, *, powers_only: bool = False) -> None:
 
 
 def tick(value: float, _place: int = 0) -> str:
-    """A tick's text: plain from 0.001, in thousands or millions from 10,000, a power of ten beyond.
+    """A tick's text: plain from 0.0001, in thousands or millions from 10,000, a power of ten beyond.
 
     >>> tick(0.25), tick(2500.0), tick(20000.0), tick(1e18), tick(3e15)
     ('0.25', '2,500', '20k', '$10^{18}$', '$3{\\\\times}10^{15}$')
@@ -161,7 +161,7 @@ def tick(value: float, _place: int = 0) -> str:
     for unit, size in (("M", 1e6), ("k", 1e3)):
         if 10 * 1e3 <= abs(value) < 1e9 and abs(value) >= size:
             return f"{value / size:,.6g}{unit}".replace("-", "\u2212")
-    if 1e-3 <= abs(value) < 1e4:
+    if 1e-4 <= abs(value) < 1e4:
         return f"{value:,.6g}".replace("-", "\u2212")
     exponent = math.floor(math.log10(abs(value)) + 1e-9)
     mantissa = value / 10.0**exponent
@@ -218,6 +218,8 @@ def legend(figure: Figure, methods: Sequence[str], look: Mapping[str, Look], *, 
         for m in methods
     ]
     columns = max(1, min(len(handles), int(width_in / 1.3)))
+    width, height = figure.get_size_inches()
+    figure.set_size_inches(width, height + 0.19 * -(-len(handles) // columns))  # room for its lines, however many
     figure.legend(handles=handles, loc="outside lower center", ncols=columns)
 
 

@@ -55,7 +55,7 @@ def markdown(table: Table) -> str:
 
 
 def latex(table: Table) -> str:
-    """A ``table`` environment with booktabs rules; the document needs ``\\usepackage{booktabs}`` and nothing else."""
+    """A ``table`` environment with booktabs rules; the document needs the packages booktabs and graphicx."""
     layout = "".join("r" if column.is_numeric else "l" for column in table.columns)
     head = " & ".join(latex_text(column.label) for column in table.columns) + r" \\"
     lines = [
@@ -68,13 +68,14 @@ def latex(table: Table) -> str:
         r"\centering\small",
         rf"\caption{{\textbf{{{latex_text(table.title)}.}} {latex_text(table.caption)}}}",
         rf"\label{{tab:{re.sub(r'[^a-z0-9-]', '-', table.name)}}}",
+        r"\resizebox{\ifdim\width>\textwidth\textwidth\else\width\fi}{!}{%",
         rf"\begin{{tabular}}{{{layout}}}",
         r"\toprule",
         head,
         r"\midrule",
         *lines,
         r"\bottomrule",
-        r"\end{tabular}",
+        r"\end{tabular}}",
         *notes,
         r"\end{table}",
     ]

@@ -113,6 +113,10 @@ class DepthRouting(Residual):
         return {"query_SD": self.query_start, "gain_SD": Constant(value=1.0)}
 
     def start(self, embedding_BTD: Tensor, document_BT: Tensor | None) -> State:
+        return self.eager(embedding_BTD)
+
+    def eager(self, embedding_BTD: Tensor) -> DepthState:
+        """The state in plain PyTorch, whose sources and logits can be looked at."""
         return DepthState(embedding_BTD, self)
 
     def statistics(self) -> dict[str, float]:

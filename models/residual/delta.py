@@ -28,7 +28,7 @@ from scaling.config import residual as options
 from scaling.config.model import ModelConfig
 from scaling.models.initialisation import Constant, Rule
 from scaling.models.residual.attnres import DepthRouting, DepthState
-from scaling.models.residual.method import Inputs, State
+from scaling.models.residual.method import Inputs
 from scaling.models.residual.routing import mix, routing_weights
 
 
@@ -85,7 +85,7 @@ class Delta(DepthRouting):
         zero = Constant(value=0.0)
         return {**super().initial_values(), "gate_S": zero, "null_D": zero}
 
-    def start(self, embedding_BTD: Tensor, document_BT: Tensor | None) -> State:
+    def eager(self, embedding_BTD: Tensor) -> DepthState:
         return DeltaState(embedding_BTD, self)
 
     def statistics(self) -> dict[str, float]:

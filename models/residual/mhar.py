@@ -23,7 +23,7 @@ from scaling.config.model import ModelConfig
 from scaling.config.residual import Mhar
 from scaling.models.initialisation import Constant, Rule
 from scaling.models.residual.attnres import DepthRouting, DepthState
-from scaling.models.residual.method import Inputs, State
+from scaling.models.residual.method import Inputs
 from scaling.models.residual.routing import depth_logits, mix, routing_weights
 
 
@@ -82,7 +82,7 @@ class GroupRouting(DepthRouting):
         groups: dict[str, Rule] = {"group_query_LGD": self.query_start, "group_gain_LD": Constant(value=1.0)}
         return {**super().initial_values(), **groups}
 
-    def start(self, embedding_BTD: Tensor, document_BT: Tensor | None) -> State:
+    def eager(self, embedding_BTD: Tensor) -> DepthState:
         return GroupState(embedding_BTD, self)
 
 

@@ -59,8 +59,9 @@ def _activation_bytes_per_token(config: ModelConfig, seq_len: int, matmul: int, 
     width, kv_width = config.num_heads * head_dim, config.num_kv_heads * head_dim
     # Attention keeps the normed input, rotated q and k, v, its output; q and k before their norms (cast for them in
     # "mixed"); the scales of three norms and the log-sum-exp.
-    attention = matmul * (d + 2 * width + 2 * kv_width) + stream * (width + kv_width)
-    attention += 4 * (1 + 2 * config.num_heads + config.num_kv_heads)
+    attention = matmul * (d + 2 * width + 2 * kv_width) + 4 * (1 + config.num_heads)
+    if config.qk_norm:
+        attention += stream * (width + kv_width) + 4 * (config.num_heads + config.num_kv_heads)
     dense = matmul * (d + 4 * config.d_ffn) + 4  # normed input, gate, silu(gate), up, product
     dense_layers = layers if config.moe is None else min(layers, config.moe.num_dense_layers)
     feed_forward = float(dense_layers * dense)

@@ -59,7 +59,7 @@ def count_parameters(config: ModelConfig) -> ParameterCount:
         "embedding": config.vocab_size * d,
         "attention": layers * projections * head_dim * d,
         "mlp": dense_layers * 3 * d * config.d_ffn,
-        "norms": layers * 2 * head_dim + cost.norm_parameters,
+        "norms": (layers * 2 * head_dim if config.qk_norm else 0) + cost.norm_parameters,
         "routing": cost.parameters,
     }
     inactive = 0

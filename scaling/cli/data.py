@@ -28,7 +28,8 @@ scaling data prepare corpus/*.jsonl.xz --vocab-size 32768 --near-duplicates 0.8 
 
 scaling data prepare code=src books=books.parquet --tokenizer tokenizer.json --out stores/two-sources
 
-Interrupted, however harshly, the same command goes on where it was. Without --vocab-size or --tokenizer, tokens are bytes.
+Interrupted, however harshly, the same command goes on where it was. Without --vocab-size or --tokenizer, tokens are
+bytes.
 """
 
 

@@ -6,54 +6,111 @@ import json
 import shlex
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from scaling.analysis.findings import Findings
 
 app = typer.Typer(help="Write a report, or one of its tables or figures, from runs.", no_args_is_help=True)
 
 Runs = Annotated[str, typer.Argument(help="Folder of run folders, MLflow store address, or .parquet / .csv file.")]
-Out = Annotated[Path, typer.Option("--out", help="Folder to write to.")]
 Baseline = Annotated[
     str | None, typer.Option("--baseline", help="Method the others are compared with (default: 'baseline', if there).")
 ]
 Columns = Annotated[
     str | None,
-    typer.Option(
-        "--columns", help="For other tables: N=...,D=...,C=...,loss=...,method=...,seed=... (names or arithmetic)."
-    ),
+    typer.Option("--columns", help="For other tables: N=...,D=...,C=...,loss=...,method=...,seed=... (or arithmetic)."),
 ]
-Where = Annotated[
-    list[str] | None, typer.Option("--where", help="Keep rows that satisfy this, e.g. 'loss<4.9'. Repeatable.")
+Where = Annotated[list[str] | None, typer.Option("--where", help="Keep rows that satisfy this, e.g. 'loss<4.9'.")]
+Curves = Annotated[
+    str | None,
+    typer.Option("--curves", help="CSV or Parquet of loss curves of a table: columns run, step, and the loss."),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
 
-
-@app.command(
-    epilog="Examples: scaling report build runs/ --out report | scaling report build runs.csv --columns "
-    "'loss=final_val_loss,method=group' --baseline adam --out report"
+BUILD = (
+    "Examples:  scaling report build runs/ --out report   |   scaling report build runs.csv "
+    "--columns loss=final_val_loss,method=group --baseline adam"
 )
+TABLE = "Examples:  scaling report table runs/ speedups   |   scaling report table runs.parquet main --format tex"
+FIGURE = "Examples:  scaling report figure runs/ scaling-curves --out curves.pdf   |   scaling report figure list"
+
+
+@app.command(epilog=BUILD)
 def build(
     runs: Runs,
-    out: Out = Path("report"),
+    out: Annotated[Path, typer.Option("--out", help="Folder to write to.")] = Path("report"),
     baseline: Baseline = None,
     columns: Columns = None,
     where: Where = None,
+    curves: Curves = None,
     title: Annotated[str, typer.Option("--title", help="Heading of the report.")] = "Scaling report",
     as_json: AsJson = False,
 ) -> None:
-    """Write report.html (one file, no network), report.md, tables, figures and results.json."""
+    """Write report.html (one file, no network), report.md, tables, figures, a LaTeX document and results.json."""
     from scaling.analysis.report import build_report
     from scaling.analysis.source import read
 
-    source = read(runs, columns=columns, where=where or ())
+    source = read(runs, columns=columns, where=where or (), curves=curves)
+    command = shlex.join(["scaling", *sys.argv[1:]])
     page = build_report(
-        source.table,
-        source.histories,
-        out=out,
-        baseline=baseline,
-        title=title,
-        dropped=source.dropped,
-        command=shlex.join(["scaling", *sys.argv[1:]]),
+        source.table, source.histories, out=out, baseline=baseline, title=title, dropped=source.dropped, command=command
     )
     typer.echo(json.dumps({"report": str(page), "runs": len(source.table)}) if as_json else str(page))
+
+
+@app.command(epilog=TABLE)
+def table(
+    runs: Runs,
+    name: Annotated[str, typer.Argument(help="Name of the table; 'list' names all.")] = "list",
+    fmt: Annotated[str, typer.Option("--format", help="md, tex, html or csv.")] = "md",
+    baseline: Baseline = None,
+    columns: Columns = None,
+    where: Where = None,
+) -> None:
+    """Print one table of the report."""
+    from scaling.analysis import catalog
+    from scaling.analysis.tables.render import write
+
+    if "list" in (runs, name):
+        typer.echo(_listing({key: (e.shows, e.needs) for key, e in catalog.TABLES.items()}))
+        return
+    typer.echo(write(catalog.table(_findings(runs, baseline, columns, where), name), fmt), nl=False)
+
+
+@app.command(epilog=FIGURE)
+def figure(
+    runs: Runs,
+    name: Annotated[str, typer.Argument(help="Name of the figure; 'list' names all.")] = "list",
+    out: Annotated[Path | None, typer.Option("--out", help="File to write: .png, .pdf or .svg.")] = None,
+    baseline: Baseline = None,
+    columns: Columns = None,
+    where: Where = None,
+    curves: Curves = None,
+) -> None:
+    """Write one figure of the report to a file."""
+    from scaling.analysis import catalog
+    from scaling.analysis.report import write_figure
+
+    if "list" in (runs, name):
+        typer.echo(_listing({key: (e.shows, e.needs) for key, e in catalog.FIGURES.items()}))
+        return
+    target = out or Path(f"{name}.png")
+    typer.echo(str(write_figure(catalog.picture(_findings(runs, baseline, columns, where, curves), name), target)))
+
+
+def _findings(
+    runs: str, baseline: str | None, columns: str | None, where: list[str] | None, curves: str | None = None
+) -> Findings:
+    from scaling.analysis.inquiry import inquire
+    from scaling.analysis.source import read
+
+    source = read(runs, columns=columns, where=where or (), curves=curves)
+    return inquire(source.table, source.histories, baseline=baseline, dropped=source.dropped)
+
+
+def _listing(entries: dict[str, tuple[str, str]]) -> str:
+    width = max(map(len, entries))
+    return "\n".join(f"{name:<{width}}  {shows} (needs {needs})" for name, (shows, needs) in entries.items())

@@ -34,6 +34,7 @@ def sync(
     experiment: Annotated[str | None, typer.Option(help="MLflow experiment; default: each run's sweep.")] = None,
     follow: Annotated[bool, typer.Option("--follow", help="Go on until interrupted.")] = False,
     interval: Annotated[float, typer.Option(help="Seconds between rounds of --follow.", min=0.1)] = 15.0,
+    until_over: Annotated[int | None, typer.Option(help="End --follow when this many runs are over.", min=1)] = None,
     figures: Annotated[list[Path] | None, typer.Option(help="Files to attach to the sweep's parent run.")] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -49,6 +50,7 @@ def sync(
             experiment=experiment,
             follow=follow,
             interval_s=interval,
+            until_over=until_over,
             stop=stop,
             job_state=Jobs(),
             figures=figures or (),

@@ -36,7 +36,8 @@ class MoEConfig:
 class ModelConfig:
     """A decoder-only Transformer: pre-norm RMSNorm, SwiGLU, GQA, QK-norm before RoPE, tied embeddings, no biases.
 
-    ``size`` is a label only: it does not enter the run key, the numbers do.
+    ``size`` is a label only: it does not enter the run key, the numbers do. ``qk_norm=False`` leaves the norms on query
+    and key heads out: Llama's attention.
     """
 
     size: str | None = None
@@ -50,6 +51,7 @@ class ModelConfig:
     rope_theta: float = 10_000.0
     norm_eps: float = 1e-6
     init_std: float = 0.02
+    qk_norm: bool = True
     residual: ResidualConfig = field(default_factory=Baseline)
     moe: MoEConfig | None = None
 

@@ -1,7 +1,7 @@
 """From text to a token store: documents are read, given to a tokenizer, split by hash, and laid out by source.
 
-First of the data flow, before ``scaling.tokens``. ``prepare`` is the whole of it; ``python_library_documents`` is a corpus
-that every machine has.
+First of the data flow, before ``scaling.tokens``. ``prepare`` is the whole of it; ``python_library_documents`` is a
+corpus that every machine has.
 """
 
 from scaling.corpus.documents import Document

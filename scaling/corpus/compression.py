@@ -1,7 +1,7 @@
 """Streams of compressed files: gzip, xz, Zstandard, each read in bounded memory and checked to its end.
 
-Below the readers of ``scaling.corpus``. The standard file objects are not used because they hide how far into the file they are, and
-because Zstandard's takes a file that was cut short for a whole one.
+Below the readers of ``scaling.corpus``. The standard file objects are not used because they hide how far into the file
+they are, and because Zstandard's takes a file that was cut short for a whole one.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import zstandard
 
 from scaling.errors import DataError
 
-_INPUT_BYTES: Final = 256 * 2**10  # read at a time; text unpacks to some five times as much
+_INPUT_BYTES: Final = 64 * 2**10  # read at a time; text unpacks to some five times as much
 
 _DECODERS: Final[dict[str, Callable[[], Any]]] = {
     ".gz": lambda: zlib.decompressobj(wbits=31),  # 31: with a gzip header (zlib manual, inflateInit2)

@@ -1,8 +1,8 @@
 """Which documents to drop because an earlier one is the same, or nearly.
 
-After ``shards`` in ``scaling.corpus``, before ``layout``. The first in the order of the input stays. Memory is bounded: hashes are
-looked at in ranges of at most ``BUCKET`` documents, signatures through memory maps; what grows with the corpus is one
-byte a document.
+After ``shards`` in ``scaling.corpus``, before ``layout``. The first in the order of the input stays. Memory is
+bounded: hashes are looked at in ranges of at most ``BUCKET`` documents, signatures through memory maps; what grows
+with the corpus is one byte a document.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ def drop_exact(order: Order) -> int:
 def drop_near(order: Order, threshold: float, progress: Progress | None = None) -> int:
     """Drop documents whose signature agrees with that of one before them in at least ``threshold`` of its places.
 
-    Pairs are looked for among documents that agree in a whole band: each is compared with the first of them and with its
-    predecessor. Exact copies must have been dropped before. Returns how many were dropped.
+    Pairs are looked for among documents that agree in a whole band: each is compared with the first of them and with
+    its predecessor. Exact copies must have been dropped before. Returns how many were dropped.
     """
     before = int(order.keep.sum())
 

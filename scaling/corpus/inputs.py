@@ -1,7 +1,8 @@
 """Which files a corpus is read from: the arguments of ``scaling data prepare``, turned into a sorted list of files.
 
-Before ``pieces`` in ``scaling.corpus``. An argument is ``[NAME=]PATH``; PATH is a file, a folder (read recursively), a glob
-pattern, or ``python-library``. NAME is what its documents' source is called; by default the file's or folder's name.
+Before ``pieces`` in ``scaling.corpus``. An argument is ``[NAME=]PATH``; PATH is a file, a folder (read recursively), a
+glob pattern, or ``python-library``. NAME is what its documents' source is called; by default the file's or folder's
+name.
 """
 
 from __future__ import annotations
@@ -23,10 +24,12 @@ Kind = Literal["jsonl", "parquet", "text"]
 JSON_SUFFIXES: Final = (".jsonl", ".ndjson")
 PARQUET_SUFFIXES: Final = (".parquet",)
 TEXT_SUFFIXES: Final = tuple(
-    ".txt .text .md .rst .tex .texi .org .adoc .pod .html .htm .xml .csv .tsv .json .yaml .yml .toml .ini .cfg "
-    ".py .pyi .pyx .c .h .cc .cpp .cxx .hh .hpp .cu .cuh .java .kt .scala .go .rs .swift .js .jsx .ts .tsx .css .rb .pl "
-    ".pm .php .lua .r .jl .m .f .f90 .hs .ml .mli .el .lisp .scm .clj .erl .ex .exs .v .vhdl .sql .sh .bash .zsh .ps1 "
-    ".cmake .mk .s .asm .lean .agda".split()
+    (
+        ".txt .text .md .rst .tex .texi .org .adoc .pod .html .htm .xml .csv .tsv .json .yaml .yml .toml .ini "
+        ".cfg .py .pyi .pyx .c .h .cc .cpp .cxx .hh .hpp .cu .cuh .java .kt .scala .go .rs .swift .js .jsx "
+        ".ts .tsx .css .rb .pl .pm .php .lua .r .jl .m .f .f90 .hs .ml .mli .el .lisp .scm .clj .erl .ex .exs "
+        ".v .vhdl .sql .sh .bash .zsh .ps1 .cmake .mk .s .asm .lean .agda "
+    ).split()
 )
 _HIDDEN_FOLDERS: Final = frozenset({"__pycache__", "node_modules"})
 
@@ -116,7 +119,8 @@ def _files(pattern: str, name: str | None, suffixes: Sequence[str]) -> Iterator[
         if kind is None:
             raise DataError(
                 f"{path}: unknown ending; known are {', '.join((*JSON_SUFFIXES, *PARQUET_SUFFIXES))}, text and source "
-                f"files, packed as {', '.join(COMPRESSIONS)}; to read it as text give --text-suffix {path.suffix or '.NAME'}"
+                f"files, packed as {', '.join(COMPRESSIONS)}; "
+                f"to read it as text give --text-suffix {path.suffix or '.NAME'}"
             )
         yield _input(path, kind, name or path.name.split(".")[0])
 

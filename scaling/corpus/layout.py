@@ -1,6 +1,7 @@
 """Laying out the store: the documents to keep, copied from shards to where their side and source are.
 
-After ``duplicates`` in ``scaling.corpus``, before ``preparation``. Reads each shard's index twice and copies its tokens once.
+After ``duplicates`` in ``scaling.corpus``, before ``preparation``. Reads each shard's index twice and copies its
+tokens once.
 """
 
 from __future__ import annotations

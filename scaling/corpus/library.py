@@ -1,4 +1,4 @@
-"""The text that every machine with Python has: the standard library's own source, and its documentation where installed.
+"""The text that every machine with Python has: the standard library's own source, and its documentation if installed.
 
 One of the inputs of ``scaling.corpus``. Third-party packages and compiled files are left out. The size depends on the
 Python that runs: its version, and whether its tests and documentation were installed with it.
@@ -41,7 +41,8 @@ def python_library_documents(skipped: dict[str, int] | None = None) -> Iterator[
     Parameters
     ----------
     skipped
-        Counts what is left out, by reason: ``"not UTF-8"`` (the library's own encoding tests), ``"duplicate"``, ``"empty"``.
+        Counts what is left out, by reason: ``"not UTF-8"`` (the library's own encoding tests), ``"duplicate"``,
+        ``"empty"``.
     """
     counts = {} if skipped is None else skipped
     seen: set[bytes] = set()

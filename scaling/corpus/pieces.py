@@ -1,8 +1,8 @@
 """Pieces: the input cut into parts of some 16 MiB that workers read on their own, and the reading of them.
 
-After ``inputs`` in ``scaling.corpus``. Where the cuts fall depends on the input alone, never on the number of workers, so that an interrupted
-preparation goes on where it was. Plain files are cut by byte ranges and read by the workers; packed ones are unpacked by the
-process that hands out pieces, and travel as bytes; Parquet is cut by row group.
+After ``inputs`` in ``scaling.corpus``. Where the cuts fall depends on the input alone, never on the number of workers,
+so that an interrupted preparation goes on where it was. Plain files are cut by byte ranges and read by the workers;
+packed ones are unpacked by the process that hands out pieces, and travel as bytes; Parquet is cut by row group.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class Columns:
 class Piece:
     """A part of the input. ``name`` sorts pieces in the input's order; ``input_bytes`` is its size on disk.
 
-    One of: several whole text files (``inputs``), a range of bytes of one file (``start``, ``length``), unpacked bytes of
-    it (``data``), a row group of it (``row_group``), or documents as they are.
+    One of: several whole text files (``inputs``), a range of bytes of one file (``start``, ``length``), unpacked bytes
+    of it (``data``), a row group of it (``row_group``), or documents as they are.
     """
 
     name: str

@@ -1,7 +1,8 @@
 """Preparing a store: the last module of ``scaling.corpus``, which puts inputs, tokenizer, shards and layout together.
 
-Work in progress lies in ``<out>.partial`` and ends with one rename, so that the store is there whole or not at all. What was
-tokenized stays when a preparation is interrupted, however harshly; the same call goes on from it and ends in the same bytes.
+Work in progress lies in ``<out>.partial`` and ends with one rename, so that the store is there whole or not at all.
+What was tokenized stays when a preparation is interrupted, however harshly; the same call goes on from it and ends in
+the same bytes.
 """
 
 from __future__ import annotations
@@ -86,7 +87,8 @@ def prepare(
     sources
         Arguments as ``scaling data prepare`` takes them (``inputs.find_inputs``), or documents.
     vocab_size
-        Train an own byte-level BPE of this size on the training documents; without it (and ``tokenizer``) ids are bytes.
+        Train an own byte-level BPE of this size on the training documents; without it (and ``tokenizer``) ids are
+        bytes.
     tokenizer
         A ``tokenizer.json`` to use as it is.
     end_of_document
@@ -204,7 +206,7 @@ def _encoder(
     options: Options,
     progress: Progress | None,
 ) -> Encoder:
-    """The tokenizer that was asked for: a file, plain bytes, or an own BPE (trained before, if this is a resumption)."""
+    """The tokenizer that was asked for: a file, plain bytes, or an own BPE (trained before, if this resumes)."""
     if options.tokenizer is not None:
         return load_tokenizer(Path(options.tokenizer), options.end_of_document)
     if options.vocab_size is None:
@@ -239,7 +241,7 @@ def _held_pieces(documents: Sequence[Document]) -> list[Piece]:
 
 
 def _request(inputs: Sequence[Input], documents: Sequence[Document], options: Options) -> str:
-    """Hash of what the store is made from: names, sizes and times of files (not their folders), or texts; and options."""
+    """Hash of what the store is made from: names, sizes and times of files (not folders), or texts; and options."""
     files = [[item.path.name, item.source, item.size, item.mtime_ns] for item in inputs]
     tree: dict[str, Any] = {"version": VERSION, "files": files, "options": asdict(options)}
     state = hashlib.sha256()

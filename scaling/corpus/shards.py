@@ -1,9 +1,10 @@
 """Shards: tokenized documents on disk, written by workers, each complete or absent.
 
-After ``pieces`` in ``scaling.corpus``, before ``duplicates`` and ``layout``. A piece becomes one or more shards of some 16 MiB
-of text, then a marker ``PIECE.json``, whose presence says that all of them are complete. A shard is two or three files:
-``NAME.tokens``, ``NAME.npz`` (``Shard``) and, for the search for near duplicates, ``NAME.signatures.npy`` (in the order of the input). Its
-documents are grouped by split and source, so that laying out the store copies ranges of bytes.
+After ``pieces`` in ``scaling.corpus``, before ``duplicates`` and ``layout``. A piece becomes one or more shards of
+some 16 MiB of text, then a marker ``PIECE.json``, whose presence says that all of them are complete. A shard is two or
+three files: ``NAME.tokens``, ``NAME.npz`` (``Shard``) and, for the search for near duplicates, ``NAME.signatures.npy``
+(in the order of the input). Its documents are grouped by split and source, so that laying out the store copies ranges
+of bytes.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ SHARD_BYTES: Final = 16 * 2**20  # of text; what a worker holds at once
 class Shard:
     """The index of a shard, one entry a document, grouped by side and source, in the order of the input within a group.
 
-    ``side_D`` is 0 for training and 1 for held out, ``label_D`` an index into ``labels``, ``place_D`` the document's place in
-    the order of the input.
+    ``side_D`` is 0 for training and 1 for held out, ``label_D`` an index into ``labels``, ``place_D`` the document's
+    place in the order of the input.
     """
 
     labels: tuple[str, ...]
@@ -145,7 +146,8 @@ def batches(documents: Iterator[Document], num_bytes: int) -> Iterator[list[Docu
 def write_through(path: Path, data: bytes | memoryview) -> None:
     """Write beside, sync to disk and rename.
 
-    The name beside is this process's own: a worker that outlives a killed preparation for a moment must not meet the next.
+    The name beside is this process's own: a worker that outlives a killed preparation for a moment must not meet the
+    next.
     """
     beside = path.with_name(f"{path.name}.{os.getpid()}.partial")
     with beside.open("wb") as file:

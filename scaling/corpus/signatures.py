@@ -1,8 +1,8 @@
 """MinHash signatures: how alike two texts are, from 512 bytes of each.
 
-Before ``shards`` in ``scaling.corpus``. A text is the set of its runs of five words (case and white space do not count); two
-signatures agree in a share of their places that estimates the Jaccard similarity of the sets, with a standard error of
-at most ``0.5 / sqrt(128)`` = 0.044.
+Before ``shards`` in ``scaling.corpus``. A text is the set of its runs of five words (case and white space do not
+count); two signatures agree in a share of their places that estimates the Jaccard similarity of the sets, with a
+standard error of at most ``0.5 / sqrt(128)`` = 0.044.
 
 References
 ----------

@@ -1,7 +1,7 @@
 """The worker processes that tokenize pieces, and the threads that feed them.
 
-Between ``shards`` and ``preparation`` in ``scaling.corpus``. A few threads cut (and unpack) inputs side by side; at most two pieces a worker
-are under way, so that memory stays bounded whatever the size of the input.
+Between ``shards`` and ``preparation`` in ``scaling.corpus``. A few threads cut (and unpack) inputs side by side; at
+most two pieces a worker are under way, so that memory stays bounded whatever the size of the input.
 """
 
 from __future__ import annotations
@@ -92,7 +92,8 @@ def tokenize(
             line.wait()
         except BrokenProcessPool:
             raise DataError(
-                "a worker process died (out of memory?); use fewer --workers, then run again: what was tokenized is kept"
+                "a worker process died (out of memory?); use fewer --workers, then run again: "
+                "what was tokenized is kept"
             ) from None
         except BaseException:
             line.stop()

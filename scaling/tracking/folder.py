@@ -80,10 +80,9 @@ def send(
         known.status, known.finals = stands.status, ""
     params = _parameters(folder, view, known, store, fresh=fresh)
     _resume(folder, attempts, known, store)
-    sent = _points(folder, attempts, known, store, params)
-    known.params = _digest(view.params)
-    if over and end is not None:
-        sent += _finals(end, last, known, store)
+    finals, digest = _finals(end, last, known) if over and end is not None else ([], known.finals)
+    sent = _points(folder, attempts, known, store, params, finals)
+    known.params, known.finals = _digest(view.params), digest
     _tags(view, known, store)
     if not known.artifacts:
         _describe(folder, config, view, known, store)
@@ -153,9 +152,14 @@ def _resume(folder: RunFolder, attempts: Sequence[Attempt], known: RunState, sto
 
 
 def _points(
-    folder: RunFolder, attempts: Sequence[Attempt], known: RunState, store: Store, params: Mapping[str, str]
+    folder: RunFolder,
+    attempts: Sequence[Attempt],
+    known: RunState,
+    store: Store,
+    params: Mapping[str, str],
+    finals: Sequence[Sample],
 ) -> int:
-    """New points, with the parameters in the first request."""
+    """Send new points, the parameters with the first of them and the final values behind the last."""
     assert known.run_id is not None
     void = void_values(folder, attempts, known.offsets) if known.void else {}
     names = set(known.names)
@@ -186,25 +190,21 @@ def _points(
             names.add(store_name(name))
         offsets[piece.journal] = piece.end
         reached = max(reached, point.step)
+    samples.extend(finals)
+    names.update(sample.name for sample in finals)
+    reached = max([reached, *(sample.step for sample in finals)])
     flush()
     return sent
 
 
-def _finals(end: EndRecord, last: Mapping[str, tuple[int, float]], known: RunState, store: Store) -> int:
-    assert known.run_id is not None
+def _finals(end: EndRecord, last: Mapping[str, tuple[int, float]], known: RunState) -> tuple[list[Sample], str]:
+    """Final values still to be sent, and their digest."""
     finals = conventions.final_metrics(end, last)
     digest = _digest({name: repr(value) for name, value in finals.items()} | {"": str(end.step)})
     if known.finals == digest:
-        return 0
-    samples = [
-        Sample(name=store_name(name), value=value, time_ms=end.ended_ms, step=end.step)
-        for name, value in finals.items()
-    ]
-    store.log(known.run_id, samples=samples)
-    known.names = sorted({*known.names, *(sample.name for sample in samples)})
-    known.last_step = max(known.last_step, end.step)
-    known.finals = digest
-    return len(samples)
+        return [], digest
+    time_ms, step = end.ended_ms, end.step
+    return [Sample(store_name(name), value, time_ms, step) for name, value in finals.items()], digest
 
 
 def _tags(view: RunView, known: RunState, store: Store) -> None:

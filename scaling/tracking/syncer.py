@@ -74,6 +74,7 @@ def sync(
     experiment: str | None = None,
     follow: bool = False,
     interval_s: float = INTERVAL_S,
+    until_over: int | None = None,
     stop: threading.Event | None = None,
     only: Collection[str] | None = None,
     job_state: JobState | None = None,
@@ -97,6 +98,8 @@ def sync(
     follow
         Again every ``interval_s`` seconds until ``stop`` is set, and then once more; a store that does not answer is
         tried again, later and later.
+    until_over
+        End following when this many runs are over and sent.
     only
         Run keys to sync, with a state and lock of their own; sweeps' parents are made but not brought up to date.
     job_state
@@ -153,6 +156,8 @@ def sync(
             if on_round is not None:
                 on_round(report)
             if last:
+                return report
+            if until_over is not None and report.ok and report.runs - report.running >= until_over:
                 return report
             last = stop.wait(pause_s)
     finally:
@@ -247,8 +252,13 @@ class _Session:
                 saved_s = time.monotonic()
             if on_run is not None:
                 on_run(number + 1, len(folders))
-        if self.only is None:
-            runs.finish_parents(figures)
+        try:
+            if self.only is None:
+                runs.finish_parents(figures)
+        except StoreUnavailable:
+            raise
+        except StoreError as error:
+            report.problems.append(RunProblem(run="(parent of the sweep)", reason=str(error)))
         self._tell(report, folders, state)
 
     def _done(self, folders: Sequence[RunFolder], state: State, database: Path) -> bool:

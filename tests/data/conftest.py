@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
 from scaling.corpus import Document, prepare
 from scaling.tokens import TokenStore
 

@@ -1,4 +1,4 @@
-"""What a user can get wrong with data: each gives one line that names the file, what is allowed, and what to do next."""
+"""What a user can get wrong with data: one line that names the file, what is allowed, and what to do next."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import zstandard
+
 from scaling.corpus import Document, prepare
 from scaling.errors import DataError
 from scaling.tokens import TokenStore
@@ -44,7 +45,9 @@ def test_a_damaged_packed_file_is_named(tmp_path: Path, ending: str, damage: str
         packed[len(packed) // 2 : len(packed) // 2 + 4] = b"\xff\xff\xff\xff"
     path = tmp_path / f"bad.jsonl.{ending}"
     path.write_bytes(packed)
-    with pytest.raises(DataError, match=rf"bad\.jsonl\.{ending}: damaged \.{ending} file \(.*\); fetch it again") as caught:
+    with pytest.raises(
+        DataError, match=rf"bad\.jsonl\.{ending}: damaged \.{ending} file \(.*\); fetch it again"
+    ) as caught:
         prepare([path], tmp_path / "s")
     assert "ends too early" in one_line(caught) or damage == "flipped"
     assert not (tmp_path / "s").exists()
@@ -110,7 +113,9 @@ def test_an_empty_corpus(tmp_path: Path) -> None:
 
 
 def test_a_corpus_too_small_to_split(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"too small: none of its 1 documents falls on the held_out side .*fraction 1e-09"):
+    with pytest.raises(
+        DataError, match=r"too small: none of its 1 documents falls on the held_out side .*fraction 1e-09"
+    ):
         prepare([Document("alone", "a")], tmp_path / "s", held_out_fraction=1e-9)
 
 
@@ -153,7 +158,9 @@ def test_a_full_or_read_only_disk(
         replace(source, target)  # type: ignore[arg-type]
 
     monkeypatch.setattr(os, "replace", failing)
-    with pytest.raises(DataError, match=rf"cannot be written \({os.strerror(code)}\); free space or choose another --out"):
+    with pytest.raises(
+        DataError, match=rf"cannot be written \({os.strerror(code)}\); free space or choose another --out"
+    ):
         prepare(items, tmp_path / "s", held_out_fraction=0.2)
     assert not (tmp_path / "s").exists()
     monkeypatch.setattr(os, "replace", replace)
@@ -201,7 +208,7 @@ def test_no_store(tmp_path: Path) -> None:
 
 def test_a_store_of_another_version(copy: Path) -> None:
     edit(copy, version=99)
-    with pytest.raises(DataError, match="store version 99, this program reads version 1; prepare the store again"):
+    with pytest.raises(DataError, match="store version 99, this program reads version 1; prepare it again"):
         TokenStore.open(copy)
 
 
@@ -232,7 +239,9 @@ def test_files_cut_short(copy: Path, store: TokenStore) -> None:
 
 def test_a_model_with_too_few_ids(store: TokenStore) -> None:
     store.require_vocabulary(257)
-    with pytest.raises(DataError, match=r"ids go up to 256 but the model's vocabulary has 256; set model.vocab_size=257"):
+    with pytest.raises(
+        DataError, match=r"ids go up to 256 but the model's vocabulary has 256; set model.vocab_size=257"
+    ):
         store.require_vocabulary(256)
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from scaling.corpus import Document, prepare
 from scaling.errors import ConfigError, DataError
 from scaling.loader import IGNORED, MIXTURE_BLOCK, Batch, Loader, held_out_batches, largest_remainder, papers_batches

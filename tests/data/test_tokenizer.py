@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer
+
 from scaling.corpus import Document, python_library_documents
 from scaling.corpus.tokenizer import (
     LLAMA_PATTERN,
@@ -21,12 +23,11 @@ from scaling.corpus.tokenizer import (
     train_bpe,
 )
 from scaling.errors import DataError
-from tokenizers import AddedToken, Tokenizer
 
 
 @pytest.fixture(scope="module")
 def library() -> list[str]:
-    return [document.text for _, document in zip(range(60), python_library_documents(), strict=False)]
+    return [document.text for _, document in zip(range(30), python_library_documents(), strict=False)]
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +72,7 @@ PROSE = st.text(
     alphabet=st.one_of(
         st.sampled_from(list("abcXYZ019 \n\r\t'.,;_-()<|>")),
         st.sampled_from(list("éßſK日本½²Ⅷ\u0301\u00a0\u2028\x85\x1c\x0b\x0c😀")),
-        st.characters(exclude_categories=("Cs",)),
+        st.characters(codec="utf-8"),
     ),
     max_size=60,
 )
@@ -84,7 +85,7 @@ def test_words_looked_up_give_the_tokenizers_own_ids(encoder: TokenizerEncoder, 
 
 
 def test_ids_of_real_text(encoder: TokenizerEncoder, library: list[str]) -> None:
-    assert ids(encoder, *library[:20]) == [reference(encoder, text) for text in library[:20]]
+    assert ids(encoder, *library[:8]) == [reference(encoder, text) for text in library[:8]]
 
 
 def test_decoding_gives_the_text_back(trained: str, library: list[str]) -> None:

@@ -12,7 +12,7 @@ from types import ModuleType
 import pandas as pd
 import pytest
 
-from scaling.analysis.gallery import pictures
+from scaling.analysis.catalog import picture
 from scaling.analysis.inquiry import complete, pick_baseline
 from scaling.analysis.report import build_report, write_picture
 from scaling.analysis.summary import summarize
@@ -78,7 +78,7 @@ def test_the_same_runs_give_the_same_figures(planted: ModuleType, tmp_path: Path
     found = planted.findings(runs, planted.histories(runs))
     for folder in ("a", "b"):
         (tmp_path / folder).mkdir()
-        write_picture(next(p for p in pictures(found) if p.name == "seed-deltas"), tmp_path / folder)
+        write_picture(picture(found, "seed-deltas"), tmp_path / folder)
     for name in ("seed-deltas.pdf", "seed-deltas.svg", "seed-deltas.png"):
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
 

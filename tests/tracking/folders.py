@@ -17,7 +17,14 @@ from scaling.record import Attempt, EndRecord, RunFolder, append_line, encode
 START_MS = 1_790_000_000_000
 
 
-def make_config(*, seed: int = 0, method: str = "baseline", sweep: str | None = "tiny", **run: Any) -> RunConfig:
+def make_config(
+    *,
+    seed: int = 0,
+    method: str = "baseline",
+    sweep: str | None = "tiny",
+    fingerprint: str | None = "f" * 40,
+    **run: Any,
+) -> RunConfig:
     model = ModelConfig(
         size="50k",
         num_layers=2,
@@ -30,7 +37,7 @@ def make_config(*, seed: int = 0, method: str = "baseline", sweep: str | None = 
     )
     return RunConfig(
         model=model,
-        data=DataConfig(path="data/tiny", fingerprint="f" * 40, seq_len=64, batch_size=8),
+        data=DataConfig(path="data/tiny", fingerprint=fingerprint, seq_len=64, batch_size=8),
         optimizer=OptimizerConfig(lr=1e-3),
         schedule=ScheduleConfig(steps=100, warmup_steps=2),
         run=RunSettings(seed=seed, sweep=sweep, **run),

@@ -32,11 +32,11 @@ class MlflowServer:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self, *, wait: bool = True) -> MlflowServer:
-        log = (self._folder / "server.log").open("ab")
         environment = {**os.environ, **self._command.environment}
-        self._process = subprocess.Popen(
-            self._command.arguments, env=environment, stdout=log, stderr=log, start_new_session=True
-        )
+        with (self._folder / "server.log").open("ab") as log:
+            self._process = subprocess.Popen(
+                self._command.arguments, env=environment, stdout=log, stderr=log, start_new_session=True
+            )
         if wait:
             wait_until(self.healthy, START_S)
         return self

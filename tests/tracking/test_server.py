@@ -242,7 +242,7 @@ def test_tracking_from_the_training_process_never_holds_it_up(tmp_path: Path, pr
     with Direct(out, folder.key, url=proxy.url, experiment="direct", interval_s=0.2) as tracking:
         for step in range(0, 50, 10):
             write_points(folder, 1, [step])
-        wait_until(lambda: count(store, POINTS, "direct") == 5, 30)
+        wait_until(lambda: tracking.report is not None and count(store, POINTS, "direct") == 5, 30)
         proxy.fault = lambda path: (60.0, 0.0, 0)  # hangs
         started_s = time.monotonic()
         write_points(folder, 1, range(50, 101, 10))
@@ -250,7 +250,6 @@ def test_tracking_from_the_training_process_never_holds_it_up(tmp_path: Path, pr
         finish(folder)
         started_s = time.monotonic()
     assert time.monotonic() - started_s < 7.0
-    assert tracking.report is not None
     proxy.fault = lambda path: (0.0, 0.0, 0)
     assert sync(out, store_uri=proxy.url, experiment="direct").ok  # the folder has what was not sent
     assert count(store, RUNS, "direct") == 1 and count(store, POINTS, "direct") == 11
@@ -362,7 +361,7 @@ def test_a_full_disk_loses_nothing(tmp_path: Path, empty_database: Path) -> None
 def test_a_folder_of_a_thousand_runs(tmp_path: Path, database: Path) -> None:
     out = tmp_path / "runs"
     for seed in range(1000):
-        make_run(out, seed=seed, steps=10)
+        make_run(out, seed=seed, steps=10, fingerprint=None)
     report = sync(out, store_uri=f"sqlite:///{database}")
     assert report.ok and report.created == 1000
     started_s = time.monotonic()

@@ -105,6 +105,7 @@ def with_parallel(config: RunConfig, parallel: str) -> RunConfig:
     return replace(config, run=replace(config.run, parallel=parallel))  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_one_process_is_two_with_ddp_is_two_with_fsdp2(config: RunConfig, tmp_path: Path) -> None:
     train(config, out=tmp_path / "one")
     expected = losses(config, tmp_path / "one")

@@ -1,0 +1,165 @@
+"""Every table and figure by name: what ``report table`` and ``report figure`` offer, and what a report puts where.
+
+After ``gallery``, ``exhibits`` and ``tables``, before ``sections``. Each entry builds from findings, or says that
+the runs have nothing for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Final, Generic, TypeVar
+
+from scaling.analysis import exhibits, gallery
+from scaling.analysis.findings import Findings
+from scaling.analysis.gallery import Picture
+from scaling.analysis.published import TOPICS
+from scaling.analysis.tables import ablations, beside, core, costs, overhead
+from scaling.analysis.tables.table import Table
+from scaling.errors import TableError, UsageError, nearest
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Entry(Generic[T]):
+    """A named table or figure: what it shows, what runs it needs, how it is built (``None``: nothing to show)."""
+
+    shows: str
+    needs: str
+    build: Callable[[Findings], T | None]
+
+
+def _speedups(found: Findings) -> Table | None:
+    if not found.speedups:
+        return None
+    return core.speedups(
+        found.speedups, baseline=found.baseline or "", conventions=found.conventions, dropped=len(found.dropped)
+    )
+
+
+def _by_scale(found: Findings) -> Table | None:
+    return core.speedups_by_scale(found.speedups, baseline=found.baseline or "") if found.speedups else None
+
+
+def _seeds(found: Findings) -> Table | None:
+    return (
+        core.seed_deltas(found.deltas, baseline=found.baseline or "", dropped=len(found.dropped))
+        if found.deltas
+        else None
+    )
+
+
+def _main(found: Findings) -> Table | None:
+    if found.table["size"].isna().all():
+        return None
+    return ablations.main(found.table, baseline=found.baseline, sd=found.seed_sd, dropped=len(found.dropped))
+
+
+def _heads(found: Findings) -> Table | None:
+    if exhibits.heads(found) is None:
+        return None
+    return ablations.heads(found.table, sd=found.seed_sd, dropped=len(found.dropped))
+
+
+def _heads_kv(found: Findings) -> Table | None:
+    if exhibits.heads_by_kv(found) is None:
+        return None
+    return ablations.heads_by_kv(found.table, sd=found.seed_sd, dropped=len(found.dropped))
+
+
+def _rates(found: Findings) -> Table | None:
+    if exhibits.learning_rates(found) is None:
+        return None
+    return ablations.learning_rates(found.table, sd=found.seed_sd, dropped=len(found.dropped))
+
+
+def _throughput(found: Findings) -> Table | None:
+    try:
+        return costs.throughput(found.table, found.histories, baseline=found.baseline)
+    except TableError:
+        return None
+
+
+def _published(topic: str) -> Callable[[Findings], Table]:
+    return lambda found: beside.published(topic, deltas=found.deltas, speedups=found.speedups, runs=found.table)
+
+
+TABLES: Final[Mapping[str, Entry[Table]]] = {
+    "runs": Entry(shows="every run", needs="any run", build=lambda found: core.runs(found.table)),
+    "speedups": Entry(shows="iso-loss speedups", needs="a baseline at 3 or more scales, FLOPs", build=_speedups),
+    "speedups-by-scale": Entry(shows="the speedup at each scale", needs="as speedups", build=_by_scale),
+    "seed-deltas": Entry(shows="paired differences of loss", needs="a baseline, seeds in common", build=_seeds),
+    "noise": Entry(
+        shows="the noise floor",
+        needs="two seeds of one setting",
+        build=lambda f: core.noise(f.noises) if f.noises else None,
+    ),
+    "main": Entry(shows="methods by size, with the difference to the baseline", needs="runs with a size", build=_main),
+    "heads": Entry(shows="head counts by size", needs="two or more head counts", build=_heads),
+    "heads-kv": Entry(shows="H x KV grid with each row's optimum", needs="two or more H and KV", build=_heads_kv),
+    "lr": Entry(shows="each method at its own learning rate", needs="two or more learning rates", build=_rates),
+    "throughput": Entry(shows="throughput and peak memory", needs="histories of perf/ and mem/", build=_throughput),
+    "overhead": Entry(shows="parameters and FLOPs added, counted", needs="no run", build=lambda _: overhead.overhead()),
+    "traffic": Entry(
+        shows="memory traffic of the residual, counted", needs="no run", build=lambda _: overhead.traffic()
+    ),
+    "dropped": Entry(
+        shows="runs left out", needs="a run left out", build=lambda f: core.dropped(f.dropped) if f.dropped else None
+    ),
+    **{
+        f"published-{topic}": Entry(
+            shows=f"published: {beside.TITLES[topic].lower()}", needs="any run", build=_published(topic)
+        )
+        for topic in TOPICS
+    },
+}
+
+FIGURES: Final[Mapping[str, Entry[Picture]]] = {
+    "scaling-curves": Entry(shows="loss against compute, laws, arrows", needs="FLOPs", build=gallery.curves),
+    "speedup-by-scale": Entry(shows="speedup by scale", needs="speedups", build=exhibits.speedups),
+    "seed-deltas": Entry(shows="paired differences", needs="a baseline, seeds in common", build=gallery.deltas),
+    "noise-floor": Entry(shows="effects against the noise", needs="two seeds of one setting", build=gallery.noise),
+    "heads": Entry(shows="loss by head count", needs="two or more head counts", build=exhibits.heads),
+    "heads-kv": Entry(shows="H x KV heat map", needs="two or more H and KV", build=exhibits.heads_by_kv),
+    "lr": Entry(shows="loss by learning rate", needs="two or more learning rates", build=exhibits.learning_rates),
+    "loss-curves": Entry(shows="loss during training", needs="histories of val/loss", build=gallery.losses),
+    "throughput": Entry(shows="throughput and memory", needs="histories of perf/ and mem/", build=exhibits.throughput),
+    "residuals": Entry(shows="residuals and influence of the law", needs="a law", build=exhibits.residuals),
+    "backtest": Entry(shows="error against extrapolation", needs="5 or more scales", build=exhibits.backtest),
+    "isoflop": Entry(
+        shows="loss over size at equal compute", needs="3 or more sizes at a budget", build=exhibits.isoflop
+    ),
+}
+
+
+def table(found: Findings, name: str) -> Table:
+    """A table by name.
+
+    Raises
+    ------
+    UsageError
+        If there is no such table.
+    TableError
+        If these runs have nothing for it; the message says what it needs.
+    """
+    return _get(TABLES, "table", found, name)
+
+
+def picture(found: Findings, name: str) -> Picture:
+    """A figure by name; raises as ``table`` does."""
+    return _get(FIGURES, "figure", found, name)
+
+
+def pictures(found: Findings) -> list[Picture]:
+    """Every figure that these runs have something for, in reading order."""
+    return [built for entry in FIGURES.values() if (built := entry.build(found)) is not None]
+
+
+def _get(entries: Mapping[str, Entry[T]], what: str, found: Findings, name: str) -> T:
+    if name not in entries:
+        raise UsageError(f"{what} {name!r} is unknown; {nearest(name, entries)}")
+    built = entries[name].build(found)
+    if built is None:
+        raise TableError(f"{what} {name!r}: these runs have nothing for it; it needs {entries[name].needs}")
+    return built

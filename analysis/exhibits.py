@@ -1,0 +1,173 @@
+"""The figures beyond the core ones: grids, speedup by scale, costs, and the fits' own diagnostics.
+
+Beside ``gallery``, which puts them with the core ones. Each function gives a picture, or ``None`` where the runs have
+nothing for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pandas as pd
+
+from scaling.analysis.figures import costs, fits, grids, speeds
+from scaling.analysis.findings import Findings
+from scaling.analysis.gallery import Picture
+from scaling.analysis.grids import Grid, gather, with_single_head
+from scaling.analysis.tables.core import dropped_text
+from scaling.analysis.tables.costs import measured
+from scaling.errors import TableError
+
+
+def speedups(found: Findings) -> Picture | None:
+    """Speedup of each method by scale."""
+    shown = [item for item in found.speedups if item.scales]
+    if not shown:
+        return None
+    rows = [
+        {"method": s.method, "scale": p.scale, "compute": p.compute, "speedup": p.speedup, "low": p.low, "high": p.high}
+        for s in shown
+        for p in s.scales
+    ]
+    return Picture(
+        name="speedup-by-scale",
+        section="speedups",
+        title="Speedup by scale",
+        caption=f"Iso-loss speedup over {found.baseline} at each scale, {shown[0].level:.0%} intervals. Hollow: "
+        f"the baseline's "
+        f"law is extrapolated there. Dashed: trend with compute.{dropped_text(len(found.dropped))}",
+        alt="; ".join(f"{s.method}: {s.mean:.3g} on average" for s in shown) + ".",
+        draw=lambda width: speeds.speedup_by_scale(shown, baseline=found.baseline or "", width_in=width),
+        data=pd.DataFrame(rows),
+    )
+
+
+def heads(found: Findings) -> Picture | None:
+    """Loss over head counts."""
+    runs = with_single_head(found.table)
+    if runs.groupby("size")["heads"].nunique().max() < 2 if len(runs) else True:
+        return None
+    grid = gather(runs, ["size", "method", "heads"], within=["size", "method"], sd=found.seed_sd)
+    return _grid_picture(
+        "heads", "Loss by routing heads", grid, found,
+        "Shaded: head counts not distinguishable from the best.",
+        lambda width: grids.head_counts(grid, sizes=found.sizes, width_in=width),
+    )  # fmt: skip
+
+
+def heads_by_kv(found: Findings) -> Picture | None:
+    """Heat map of heads by key-value heads."""
+    runs = with_single_head(found.table).dropna(subset=["kv"])
+    if runs["heads"].nunique() < 2 or runs["kv"].nunique() < 2:
+        return None
+    grid = gather(runs, ["size", "kv", "heads"], within=["size", "kv"], sd=found.seed_sd)
+    return _grid_picture(
+        "heads-kv", "Loss by routing heads and key-value heads", grid, found,
+        "● least of its row; ○ not distinguishable from it.",
+        lambda width: grids.heads_by_kv(grid, sizes=found.sizes, width_in=width),
+    )  # fmt: skip
+
+
+def learning_rates(found: Findings) -> Picture | None:
+    """Loss over learning rates."""
+    rates = found.table.dropna(subset=["lr", "val_loss"]).groupby(["size", "method"])["lr"].nunique()
+    if rates.empty or rates.max() < 2:
+        return None
+    grid = gather(found.table, ["size", "method", "lr"], within=["size", "method"], sd=found.seed_sd)
+    return _grid_picture(
+        "lr", "Loss by learning rate", grid, found,
+        "Ringed: each method's best rate.",
+        lambda width: grids.learning_rates(grid, sizes=found.sizes, baseline=found.baseline, width_in=width),
+    )  # fmt: skip
+
+
+def throughput(found: Findings) -> Picture | None:
+    """Throughput and memory bars."""
+    try:
+        frame = measured(found.table, found.histories)
+    except TableError:
+        return None
+    return Picture(
+        name="throughput",
+        section="costs",
+        title="Throughput and memory",
+        caption="Medians over runs, without the first fifth of each. Meaningful only where runs had a machine to "
+        "themselves.",
+        alt=f"Throughput and memory of {frame['method'].nunique()} methods at {frame['size'].nunique()} sizes.",
+        draw=lambda width: costs.costs(frame, baseline=found.baseline, sizes=found.sizes, width_in=width),
+        data=frame,
+    )
+
+
+def residuals(found: Findings) -> Picture | None:
+    """Residuals and influence of the joint law."""
+    fit = found.results.get("law")
+    if fit is None or "rows" not in fit.details:
+        return None
+    rows = pd.DataFrame(fit.details["rows"]).assign(influence=fit.details["influence"])
+    return Picture(
+        name="residuals",
+        section="fits",
+        title="Residuals of the law and influence of each run",
+        caption=f"{fit.details['formula']}, shared by methods: {fit.details['shared']}; status {fit.status}. Right "
+        f"of the dashed "
+        "line a run moves the fit more than twice as much as the average one.",
+        alt=f"{len(rows)} residuals, the greatest {rows['residual'].abs().max():.2g}.",
+        draw=lambda width: fits.residuals(fit, width_in=width),
+        data=rows,
+    )
+
+
+def backtest(found: Findings) -> Picture | None:
+    """Backtest of the baseline's law."""
+    fit = found.results.get("backtest")
+    if fit is None:
+        return None
+    level = fit.interval.level if fit.interval else 0.9
+    return Picture(
+        name="backtest",
+        section="fits",
+        title="How well smaller runs foretold larger ones",
+        caption=f"Laws fitted to the smaller runs of {fit.conventions.get('rows of', 'the baseline')}, each larger "
+        f"run predicted; "
+        f"shaded: {level:.0%} of the errors. What lies further out than these factors is not known.",
+        alt=f"{fit.n} predictions; median absolute error {100 * fit.estimate['median_error']:.2g} percent.",
+        draw=lambda width: fits.backtest(fit, width_in=width),
+        data=pd.DataFrame(fit.details["predictions"]),
+    )
+
+
+def isoflop(found: Findings) -> Picture | None:
+    """IsoFLOP parabolas."""
+    fit = found.results.get("isoflop")
+    if fit is None:
+        return None
+    rows = [
+        {"budget": p["budget"], "N": n, "loss": loss, "optimum": p["optimum"]}
+        for p in fit.details["profiles"]
+        for n, loss in zip(p["N"], p["loss"], strict=True)
+    ]
+    return Picture(
+        name="isoflop",
+        section="fits",
+        title="Loss over model size at equal compute",
+        caption=f"One curve a compute budget; diamonds: minima. N* grows as C to the {fit.estimate['N_exponent']:.3g}.",
+        alt=f"{len(fit.details['profiles'])} budgets.",
+        draw=lambda width: fits.isoflop(fit, width_in=width),
+        data=pd.DataFrame(rows),
+    )
+
+
+def _grid_picture(
+    name: str, title: str, grid: Grid, found: Findings, told: str, draw: Callable[[float], object]
+) -> Picture:  # fmt: skip
+    spread = f"{grid.level:.0%} intervals, spread {grid.source}" if grid.df > 0 else "no intervals: one run a cell"
+    return Picture(
+        name=name,
+        section="grids",
+        title=title,
+        caption=f"Mean held-out loss of each cell; {spread}. {told}{dropped_text(len(found.dropped))}",
+        alt=f"{len(grid.frame)} cells; the best has a loss of {grid.frame['mean'].min():.4g}.",
+        draw=draw,  # type: ignore[arg-type]
+        data=grid.frame,
+    )

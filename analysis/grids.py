@@ -1,0 +1,110 @@
+"""Runs gathered over axes of a grid (heads, key-value heads, learning rate): cell means, and what ties with the best.
+
+After ``schema``, before ``tables`` and ``figures`` of ablations. One spread for all cells (pooled over seeds), because
+single cells rarely have more than three runs; with one run a cell a spread known from elsewhere can be given.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+from scipy import stats
+
+from scaling.analysis.paired import dunnett
+from scaling.errors import TableError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Grid:
+    """Cells of a grid.
+
+    Parameters
+    ----------
+    frame
+        One row a cell: the axes, ``n``, ``mean`` and its interval ``mean_low``, ``mean_high`` (missing without a
+        spread), ``gap`` to the best cell of the same group, and ``mark``: ``best`` (better than all others of its group
+        by more than the noise), ``tie`` (the best, or not distinguishable from it), or empty.
+    sd, df
+        Standard deviation of one run within a cell and its degrees of freedom (infinite where given, 0 if unknown).
+    """
+
+    frame: pd.DataFrame
+    axes: tuple[str, ...]
+    sd: float
+    df: float
+    level: float
+    source: str
+
+
+def gather(
+    runs: pd.DataFrame,
+    axes: Sequence[str],
+    *,
+    within: Sequence[str] = (),
+    loss: str = "val_loss",
+    sd: float | None = None,
+    level: float = 0.95,
+) -> Grid:
+    """Cell means over ``axes``, compared with the best cell among those that agree in ``within``.
+
+    Parameters
+    ----------
+    runs
+        Tidy runs; rows with a missing axis or loss are left out.
+    axes, within
+        Columns that make a cell; columns (among the axes) whose values are compared apart, e.g. ``["size"]``.
+    sd
+        Standard deviation over seeds from elsewhere, used where cells have one run.
+
+    Raises
+    ------
+    TableError
+        If no run has all axes and a finite loss.
+
+    Notes
+    -----
+    Ties are found by a multiple comparison with the best (Hsu 1981), through Dunnett's two-sided probability, which is
+    conservative: the tie set is rather too large than too small.
+    """
+    kept = runs.dropna(subset=[*axes, loss])
+    kept = kept[np.isfinite(kept[loss].astype(float))]
+    if kept.empty:
+        raise TableError(f"no run has a finite {loss} and all of {', '.join(axes)}; nothing to compare")
+    grouped = kept.assign(**{loss: kept[loss].astype(float)}).groupby(list(axes), sort=True)[loss]
+    squares = grouped.agg(lambda losses: float(((losses - losses.mean()) ** 2).sum()))
+    frame = grouped.agg(n="size", mean="mean").assign(squares=squares).reset_index()
+    df = float((frame["n"] - 1).sum())
+    spread = math.sqrt(float(frame["squares"].sum()) / df) if df > 0 else math.nan
+    source = "pooled over cells"
+    if df == 0 and sd is not None:
+        spread, df, source = sd, math.inf, "given"
+    quantile = float(stats.t.ppf((1 + level) / 2, df)) if df > 0 else math.nan
+    half = quantile * spread / np.sqrt(frame["n"].astype(float))
+    frame = frame.drop(columns="squares").assign(mean_low=frame["mean"] - half, mean_high=frame["mean"] + half)
+    groups = frame.groupby(list(within), sort=False) if within else [("all", frame)]
+    parts = [_compare(part, spread, df, level) for _, part in groups]
+    return Grid(frame=pd.concat(parts), axes=tuple(axes), sd=spread, df=df, level=level, source=source)
+
+
+def _compare(part: pd.DataFrame, sd: float, df: float, level: float) -> pd.DataFrame:
+    place = int(np.argmin(part["mean"].to_numpy()))
+    gap = part["mean"] - float(part["mean"].iloc[place])
+    near = pd.Series(True, index=part.index)
+    others = np.arange(len(part)) != place
+    if math.isfinite(sd) and others.any():
+        error = sd * np.sqrt(1 / part["n"].astype(float) + 1 / float(part["n"].iloc[place]))
+        near[others] = np.array(dunnett([float(t) for t in (gap / error)[others]], df)) > 1 - level
+    word = "" if len(part) < 2 or not math.isfinite(sd) else "best" if int(near.sum()) == 1 else "tie"
+    return part.assign(gap=gap, mark=[word if is_near else "" for is_near in near])
+
+
+def with_single_head(runs: pd.DataFrame) -> pd.DataFrame:
+    """Runs that route over depth, ``attnres`` counted as ``mhar`` with one head, which it is."""
+    one = runs["method"].eq("attnres") & runs["heads"].isna()
+    return runs.assign(heads=runs["heads"].mask(one, 1), method=runs["method"].mask(one, "mhar")).dropna(
+        subset=["heads"]
+    )

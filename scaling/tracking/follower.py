@@ -1,0 +1,82 @@
+"""A syncer in a process of its own beside whatever runs a sweep, so that live curves appear and nothing waits for them.
+
+Used by the quickstart and by ``scaling sweep submit|watch``. The process is ``scaling runs sync OUT --follow``; told to
+stop, it syncs once more.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Final, Self
+
+from scaling.tracking.state import FOLDER
+from scaling.tracking.store import normalise
+from scaling.tracking.syncer import INTERVAL_S
+
+STOP_S: Final = 120.0  # how long the last round may take
+LOG: Final = "sync.log"
+
+
+class Follower:
+    """A context manager: syncs ``out`` while its block runs, and once more at its end.
+
+    Parameters
+    ----------
+    out
+        Folder of run folders; made where missing.
+    store_uri, experiment
+        See ``sync``.
+    interval_s
+        Seconds between rounds.
+    runs
+        End by itself when this many runs are over; for ``detach``.
+
+    Raises
+    ------
+    StoreError
+        If the address names no store.
+    """
+
+    def __init__(
+        self,
+        out: Path,
+        *,
+        store_uri: str,
+        experiment: str | None = None,
+        interval_s: float = INTERVAL_S,
+        runs: int | None = None,
+    ) -> None:
+        self.log = out / FOLDER / LOG
+        self._out = out
+        self._command = [sys.executable, "-m", "scaling", "runs", "sync", str(out), "--store", normalise(store_uri)]
+        self._command += ["--follow", "--interval", str(interval_s)]
+        self._command += ["--experiment", experiment] if experiment else []
+        self._command += ["--until-over", str(runs)] if runs is not None else []
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def detach(self) -> int:
+        """Start it as a process that outlives this one; returns its id. What it says is in ``log``."""
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        script = 'nohup "$@" >>"$0" 2>&1 </dev/null & echo $!'  # the shell leaves: the process belongs to nobody
+        command = ["sh", "-c", script, str(self.log), *self._command]
+        done = subprocess.run(command, capture_output=True, text=True, check=True, start_new_session=True)
+        return int(done.stdout)
+
+    def __enter__(self) -> Self:
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        with self.log.open("ab") as log:
+            self._process = subprocess.Popen(
+                self._command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+            )
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self._process is not None
+        self._process.terminate()
+        try:
+            self._process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()

@@ -1,0 +1,209 @@
+"""Every named table and figure builds, or says what it needs; published facts are those of the papers."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pandas as pd
+import pytest
+from matplotlib.backend_bases import RendererBase
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from scaling.analysis import catalog, svg
+from scaling.analysis.figures import costs, routing, style
+from scaling.analysis.inquiry import inquire
+from scaling.analysis.published import FACTS, TOPICS, facts
+from scaling.analysis.tables import beside, overhead, render
+from scaling.errors import TableError, UsageError
+
+
+def grid(planted: ModuleType) -> pd.DataFrame:
+    """A sweep with something for every table and figure that runs alone can fill."""
+    base: pd.DataFrame = planted.table(sizes=5, seeds=2)
+    parts = [base]
+    routed = base[(base["method"] == "mhar") & base["size"].isin(base["size"].unique()[:2])]
+    for place, (heads, kv, rate) in enumerate(((2, 4, 1e-3), (2, 2, 1e-3), (8, 2, 1e-3), (8, 4, 2e-3))):
+        parts.append(routed.assign(heads=heads, kv=kv, lr=rate, run_key=routed["run_key"] + f"{place}"))
+    return pd.concat(parts, ignore_index=True)
+
+
+def histories(planted: ModuleType, runs: pd.DataFrame) -> pd.DataFrame:
+    extra = [
+        pd.DataFrame(
+            {"run_key": key, "metric": metric, "step": range(10), "time_ms": 0, "value": 1000.0 + 100 * (m == "mhar")}
+        )
+        for key, m in zip(runs["run_key"], runs["method"], strict=True)
+        for metric in ("perf/tokens_per_s", "mem/peak_gib")
+    ]
+    curves: pd.DataFrame = planted.histories(runs, points=6)
+    return pd.concat([curves, *extra], ignore_index=True)
+
+
+@pytest.mark.slow
+def test_a_full_sweep_fills_every_table_and_figure(planted: ModuleType) -> None:
+    runs = grid(planted)
+    found = inquire(runs, histories(planted, runs), dropped=[("x", "diverged")])
+    empty = [name for name, entry in catalog.TABLES.items() if entry.build(found) is None]
+    assert empty == []
+    assert [name for name, entry in catalog.FIGURES.items() if entry.build(found) is None] == ["isoflop"]
+    for name in catalog.TABLES:
+        for fmt in render.FORMATS:
+            assert render.write(catalog.table(found, name), fmt)
+    for picture in catalog.pictures(found):
+        for width in (style.WIDE_IN, style.NARROW_IN):
+            with style.context():
+                inside(picture.draw(width))
+
+
+def inside(figure: Figure) -> None:
+    """No text of a figure lies outside it, and no two tick labels of an axis overlap."""
+    figure.draw_without_rendering()
+    renderer: RendererBase = FigureCanvasAgg(figure).get_renderer()  # type: ignore[no-untyped-call]
+    whole = figure.bbox
+    for axis in figure.axes:
+        for spine in (axis.xaxis, axis.yaxis):
+            low, high = sorted(spine.get_view_interval())
+            boxes = []
+            for place, label in zip(spine.get_majorticklocs(), spine.get_majorticklabels(), strict=False):
+                if label.get_text() and low <= place <= high:
+                    boxes.append(label.get_window_extent(renderer))
+            for box in boxes:
+                assert box.x0 >= whole.x0 - 1 and box.x1 <= whole.x1 + 1, figure
+                assert box.y0 >= whole.y0 - 1 and box.y1 <= whole.y1 + 1, figure
+            for one, other in zip(boxes, boxes[1:], strict=False):
+                assert not one.overlaps(other), (
+                    f"tick labels overlap: {[t.get_text() for t in spine.get_majorticklabels()]}"
+                )
+
+
+@pytest.mark.parametrize("name", ["heads", "heads-kv", "lr", "throughput"])
+def test_what_runs_cannot_fill_is_refused_with_what_it_needs(planted: ModuleType, name: str) -> None:
+    found = planted.findings(planted.table())
+    for get in (catalog.table, catalog.picture):
+        with pytest.raises(TableError, match=f"'{name}': these runs have nothing for it; it needs "):
+            get(found, name)
+
+
+def test_unknown_names_get_the_nearest(planted: ModuleType) -> None:
+    found = planted.findings(planted.table())
+    with pytest.raises(UsageError, match=r"table 'speedup' is unknown; did you mean 'speedups'\?"):
+        catalog.table(found, "speedup")
+    with pytest.raises(UsageError, match=r"figure 'scaling_curves' is unknown; did you mean 'scaling-curves'\?"):
+        catalog.picture(found, "scaling_curves")
+
+
+def test_published_values_are_the_papers() -> None:
+    def value(topic: str, method: str, size: str, **more: str) -> float:
+        found = [
+            f
+            for f in facts(topic)
+            if (f.method, f.size) == (method, size) and all(getattr(f, k) == v for k, v in more.items())
+        ]
+        assert len(found) == 1, found
+        return found[0].value
+
+    assert [value("main", "mhar", size) for size in ("100m", "350m", "1b")] == [-0.061, -0.149, -0.140]
+    assert [value("seeds", "mhar", size) for size in ("100m", "350m", "1b")] == [-0.045, -0.090, -0.071]
+    assert [value("speedup", m, "four scales") for m in ("msar", "attnres", "mhc")] == [1.58, 1.35, 1.30]
+    assert value("tasks", "msar", "28b", setting="average of 12") == 52.4
+    assert value("streams", "msar", "10b", setting="m=4") == 1.847
+    assert all(fact.where and fact.paper in ("MHAR", "MSAR") for fact in FACTS)
+    assert len({(f.topic, f.method, f.size, f.setting, f.quantity, f.where) for f in FACTS}) == len(FACTS)
+    with pytest.raises(UsageError, match="topic 'mains' is unknown; did you mean 'main'"):
+        facts("mains")
+
+
+def test_published_and_own_values_stand_in_columns_of_their_own(planted: ModuleType) -> None:
+    found = planted.findings(planted.table())
+    for topic in TOPICS:
+        table = beside.published(topic, deltas=found.deltas, speedups=found.speedups, runs=found.table)
+        assert list(table.frame["published"]) == [fact.value for fact in facts(topic)]
+    own = beside.published("main", deltas=found.deltas).frame
+    assert own[own["method"] == "attnres"]["own"].isna().all()
+    assert "not to be subtracted" in beside.published("main").caption
+
+
+def test_overheads_are_the_papers() -> None:
+    frame = overhead.overhead(sizes=("1b",), methods=("baseline", "attnres", "mhar")).frame
+    base, attnres, mhar = frame.to_dict(orient="records")
+    assert round(mhar["parameters_added"], 2) == 0.02  # MHAR, section 3
+    assert mhar["parameters"] == attnres["parameters"] and mhar["flops"] == attnres["flops"]
+    assert base["flops_added"] == 0
+
+
+def test_traffic_counts_agree_with_the_published_ones() -> None:
+    table = overhead.traffic().frame
+    by = dict(zip(table["how"], table["sublayer"], strict=True))
+    assert by["read stream and output, write stream"] == 3
+    assert by["4 streams, unfused: 8m + 2"] == 34  # AttnRes, Table 1
+    assert by["every source read at every site"] == pytest.approx((73 * 74 / 2 + 73) / 73)
+    assert by["every source read at every site"] > by["blocks of 9 sublayers"] > by["blocks of 9, two phases"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("methods", "sizes"), [(1, 1), (2, 8), (12, 8)])
+def test_core_figures_keep_their_text_inside(planted: ModuleType, methods: int, sizes: int) -> None:
+    names = ("baseline", *(f"a method with a long name {i}" for i in range(1, methods)))
+    runs = planted.table(sizes=sizes, methods=names)
+    found = planted.findings(runs, planted.histories(runs, points=5))
+    for name in ("scaling-curves", "seed-deltas", "noise-floor", "loss-curves", "speedup-by-scale"):
+        picture = catalog.FIGURES[name].build(found)
+        if picture is not None:
+            with style.context():
+                inside(picture.draw(style.NARROW_IN))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scale", [1e-9, 1e9])
+def test_figures_survive_huge_and_tiny_losses(planted: ModuleType, scale: float) -> None:
+    runs = planted.table(loss_scale=scale)
+    found = inquire(runs, planted.histories(runs))
+    for name in ("scaling-curves", "loss-curves"):
+        with style.context():
+            inside(catalog.picture(found, name).draw(style.WIDE_IN))
+
+
+def test_routing_figures_show_only_sources_a_site_can_see() -> None:
+    weights = np.full((5, 5, 2), 0.5)
+    with style.context():
+        figure = routing.routing_weights(weights)
+        shown = figure.axes[0].images[0].get_array()
+        inside(routing.disagreement([0.3, 0.4], [0.05, 0.05], random_sd=[0.01, 0.01]))
+    assert shown is not None and np.ma.count(shown) == 15
+    with pytest.raises(AssertionError, match="expected \\(sites, sources, heads\\)"):
+        routing.routing_weights(np.zeros((3, 3)))
+
+
+def test_costs_draw_ceilings() -> None:
+    frame = pd.DataFrame(
+        {"size": ["a", "a"], "method": ["baseline", "mhar"], "tokens_per_s": [10.0, 8.0], "peak_gib": [1, 2]}
+    )
+    with style.context():
+        figure = costs.costs(frame, ceilings={"peak_gib": 80.0})
+        assert figure.axes[1].get_ylim()[1] >= 80
+        encoded = svg.encode(figure, ("pdf", "svg"))
+    assert b"/FontFile2" in encoded["pdf"]  # fonts are embedded, as TrueType
+    assert b"<text" not in encoded["svg"]  # letters are outlines
+
+
+@pytest.mark.slow
+def test_a_foreign_csv_reports_through_columns(shared: Path, tmp_path: Path) -> None:
+    from scaling.analysis.report import build_report
+    from scaling.analysis.source import read
+
+    folder = shared / "data" / "modded-nanogpt-optim"
+    source = read(
+        str(folder / "runs_final.csv"),
+        columns="loss=final_val_loss,method=group,D=last_step",
+        curves=str(folder / "val_curves.csv"),
+    )
+    assert source.histories is not None and len(source.table) == 578
+    page = build_report(source.table, source.histories, out=tmp_path, formats=())
+    text = page.with_name("report.md").read_text(encoding="utf-8")
+    assert "578 runs of 42 methods" in text and "standard deviation of 0.0012 nats" in text
+    assert "no baseline was named" in text
+    assert pd.read_csv(io.StringIO((tmp_path / "runs.csv").read_text())).shape[0] == 578
