@@ -21,12 +21,12 @@ $python - "$work/store" <<'PY'
 import sys
 from scaling.corpus import prepare
 from scaling.corpus.library import python_library_documents
-prepare(python_library_documents(), sys.argv[1], vocab_size=1024)
+prepare(python_library_documents(), sys.argv[1], vocab_size=1024, held_out_fraction=0.2)
 PY
 echo "store ready"
 common=(--set "size=$size" --set "data.path=$work/store" --set "data.seq_len=256" --set "data.batch_size=${BATCH:-32}"
         --set "schedule.steps=$steps" --set "schedule.tokens_per_parameter=null" --set "run.device=$device"
-        --set "precision.mode=${PRECISION:-mixed}" --set "evaluation.num_sequences=64" --set "optimizer.lr=3e-3"
+        --set "precision.mode=${PRECISION:-mixed}" --set "evaluation.num_sequences=16" --set "optimizer.lr=3e-3"
         --set "run.log_every_steps=20" --set "seed=${SEEDS:-[0,1,2,3]}" --set "resources.signal=10" --set "resources.time=10"
         --set "resources.cpus=2" --set "resources.gpus=${GPUS:-1}")
 follow() { # follow NAME ARGS...: submit, wait, keep the states and the time
