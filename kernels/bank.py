@@ -76,7 +76,7 @@ class SourceBank:
             )
         head_width = width // heads
         if group is None or head_width > 256:
-            group = grouping(num_sites, head_width)
+            group = grouping(head_width)
         plan = Plan(num_sites=num_sites, block=block, group=group)
         self._heads, self._eps, self._block, self._group = heads, eps, block, group
         with torch.no_grad():
@@ -99,7 +99,7 @@ class SourceBank:
         return self._run(site, source_BTD, gain_D, norm_eps)[1]
 
     def _run(self, site: int, source_BTD: Tensor, gain_D: Tensor | None, norm_eps: float) -> tuple[Tensor, Tensor]:
-        source_TD = source_BTD.flatten(0, -2)
+        source_TD = source_BTD.flatten(0, -2).to(self._bank.dtype)
         self._token, mixed_TD, normed_TD, _ = torch.ops.isoloss.bank_site(
             self._token, source_TD, self._bank, self._factor, self._lse, self._query, gain_D,
             site, self._heads, self._eps, norm_eps,

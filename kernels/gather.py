@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from scaling.kernels.tile import dot, head_fold, head_tile, is_exact, load_tile, store_tile
+from scaling.kernels.tile import dot, head_fold, head_tile, is_exact, load_tile, narrow, store_tile
 
 _MAX_WHOLE_SITES = 64  # sites of one tensor-core tile; more are taken in several launches that add up
 
@@ -63,7 +63,7 @@ def _receive_kernel(
             incoming *= gain
             radial = tl.sum(tl.sum(incoming * unit, 1), 0) / D
             incoming = factor * (incoming - unit * radial)
-        rounded = incoming.to(gradient_ptr.dtype.element_ty)
+        rounded = narrow(incoming, gradient_ptr.dtype.element_ty)
         store_tile(gradient_ptr + base, offsets, rounded, mask, MASKED)
         delta = tl.sum(rounded.to(tl.float32) * output, 1)
         tl.store(delta_ptr + tl.cast(token, tl.int64) * H + head, delta, mask=head < H)
@@ -156,7 +156,7 @@ def _gather_kernel(
         result += weight[:, None] * gradient + coefficient[:, None] * query
         if REST > 0:
             result_rest += weight[:, None] * gradient_rest + coefficient[:, None] * query_rest
-        tl.store(coefficient_row_ptr + head, coefficient.to(coefficient_ptr.dtype.element_ty), mask=head_mask)
+        tl.store(coefficient_row_ptr + head, narrow(coefficient, coefficient_ptr.dtype.element_ty), mask=head_mask)
         row_ptr += row_stride
         query_row_ptr += D
         score_ptr += num_tokens.to(tl.int64) * H
@@ -243,8 +243,8 @@ def _gather_group_kernel(
         weight = tl.exp(score - lse[None, :])
         score_gradient = weight * (along - delta[None, :])
         radial = tl.sum(score_gradient * score, 1)
-        coefficient = (score_gradient * factor[:, None]).to(value.dtype)
-        weight = weight.to(value.dtype)
+        coefficient = narrow(score_gradient * factor[:, None], value.dtype)
+        weight = narrow(weight, value.dtype)
         result = dot(weight, gradient, tl.zeros([SOURCES, MAIN], tl.float32), EXACT)
         result = dot(coefficient, query, result, EXACT)
         kind = result_ptr.dtype.element_ty
@@ -253,7 +253,7 @@ def _gather_group_kernel(
         if ADD:
             result += tl.load(result_row_ptr, mask=source_mask[:, None], other=0.0).to(tl.float32)
             radial += tl.load(radial_row_ptr, mask=source_mask, other=0.0)
-        tl.store(result_row_ptr, result.to(kind), mask=source_mask[:, None])
+        tl.store(result_row_ptr, narrow(result, kind), mask=source_mask[:, None])
         tl.store(radial_row_ptr, radial, mask=source_mask)
         if REST > 0:
             result_rest = dot(weight, gradient_rest, tl.zeros([SOURCES, REST], tl.float32), EXACT)
@@ -261,7 +261,7 @@ def _gather_group_kernel(
             rest_row_ptr = result_ptr + base + result_offset + rest[None, :]
             if ADD:
                 result_rest += tl.load(rest_row_ptr, mask=source_mask[:, None] & rest_mask, other=0.0).to(tl.float32)
-            tl.store(rest_row_ptr, result_rest.to(kind), mask=source_mask[:, None] & rest_mask)
+            tl.store(rest_row_ptr, narrow(result_rest, kind), mask=source_mask[:, None] & rest_mask)
         pair = ((wide * H + head) * num_sites + site[None, :]) * num_sources + source[:, None]
         tl.store(
             coefficient_ptr + pair,
@@ -534,14 +534,17 @@ def _receive_tuning(num_tokens: int, width: int) -> tuple[int, int, int]:
 
 def _gather_tuning(width: int) -> tuple[int, int]:
     """Warps and pipeline stages of :func:`gather` that measured best on an H200 (NOTES.md)."""
-    return (1 if width <= 2048 else 4), (4 if width > 1280 else 3)
+    return (1 if width <= 512 or width == 2048 else 2 if width <= 2048 else 4), 3
 
 
 def _gather_group_tuning(head_width: int, sites: int) -> tuple[int, int, int]:
     """Tokens a program, warps and pipeline stages of :func:`gather_group` that measured best on an H200 (NOTES.md)."""
-    if sites * head_width <= 4096:
-        return 8, 1, 2
-    return 16, (4 if head_width & (head_width - 1) == 0 else 2), 2
+    elements = sites * head_width
+    if elements <= 5120:
+        return 32, (1 if elements <= 2560 else 2), 3
+    if head_width & (head_width - 1):
+        return 8, 2, 2
+    return 32, 4, (3 if sites <= 32 else 2)
 
 
 def _query_gradient_tuning(head_width: int, sites: int) -> tuple[int, int, int, int]:

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from scaling.kernels.tile import dot, head_tile, is_exact, load_tile, store_tile
+from scaling.kernels.tile import dot, head_tile, is_exact, load_tile, narrow, store_tile
 
 MAX_GROUP_QUERIES = 16  # rows of the smallest tensor-core tile: more queries in a group would need a second tile
 _MAX_WHOLE_ROWS = 64  # up to here one tile holds all older sources of a token and head; beyond, tiles of this many
@@ -217,7 +217,7 @@ def _pull_group_kernel(
             top = tl.max(score, 1)
             weight = tl.exp(score - top[:, None])
             total = tl.sum(weight, 1)
-            weight = (weight / total[:, None]).to(value.dtype)
+            weight = narrow(weight / total[:, None], value.dtype)
             mixed = dot(weight, value, tl.zeros([QUERIES, MAIN], tl.float32), EXACT)
             if REST > 0:
                 mixed_rest = dot(weight, value_rest, tl.zeros([QUERIES, REST], tl.float32), EXACT)
@@ -245,18 +245,18 @@ def _pull_group_kernel(
                 keep = tl.exp(top - new_top)
                 weight = tl.exp(score - new_top[:, None])
                 total = total * keep + tl.sum(weight, 1)
-                mixed = dot(weight.to(value.dtype), value, mixed * keep[:, None], EXACT)
+                mixed = dot(narrow(weight, value.dtype), value, mixed * keep[:, None], EXACT)
                 if REST > 0:
-                    mixed_rest = dot(weight.to(value.dtype), value_rest, mixed_rest * keep[:, None], EXACT)
+                    mixed_rest = dot(narrow(weight, value.dtype), value_rest, mixed_rest * keep[:, None], EXACT)
                 top = new_top
             mixed = mixed / total[:, None]
             if REST > 0:
                 mixed_rest = mixed_rest / total[:, None]
         kind = partial_ptr.dtype.element_ty
-        tl.store(partial_ptr + base + partial_offset + main[None, :], mixed.to(kind), mask=query_mask)
+        tl.store(partial_ptr + base + partial_offset + main[None, :], narrow(mixed, kind), mask=query_mask)
         if REST > 0:
             tl.store(
-                partial_ptr + base + partial_offset + rest[None, :], mixed_rest.to(kind), mask=query_mask & rest_mask
+                partial_ptr + base + partial_offset + rest[None, :], narrow(mixed_rest, kind), mask=query_mask & rest_mask
             )
         lse_offset = (query_index.to(tl.int64) * num_tokens + token) * H + head
         tl.store(lse_ptr + lse_offset, top + tl.log(total), mask=query_index < num_sites)
@@ -367,7 +367,7 @@ def pull_group(
 
 def _pull_tuning(width: int) -> tuple[int, int]:
     """Warps and pipeline stages of :func:`pull` that measured best on an H200 (NOTES.md)."""
-    return (1 if width <= 1280 else 2 if width <= 4096 else 4), (3 if width <= 512 else 4)
+    return (1 if width <= 1024 else 2 if width <= 4096 else 4), 4
 
 
 def _group_tuning(head_width: int, rows: int) -> tuple[int, int, int]:

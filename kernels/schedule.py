@@ -204,8 +204,6 @@ class Ledger:
         return gradient_SD
 
 
-def grouping(num_sites: int, head_width: int) -> int:
+def grouping(head_width: int) -> int:
     """Group size that measured best, or 1 where a head is too wide for one tensor-core tile (see NOTES.md)."""
-    if head_width > 256:
-        return 1
-    return 6 if num_sites <= 32 else 8
+    return 1 if head_width > 256 else 8
