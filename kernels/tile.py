@@ -21,7 +21,7 @@ _UPCAST = tl.constexpr(INTERPRETED)
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class HeadTile:
-    """Sides of one token's tile: ``heads`` by ``main`` plus ``heads`` by ``rest`` columns, rows padded to ``padded_heads``."""
+    """Sides of one token's tile: ``heads`` (padded to a power of two) by ``main`` plus ``rest`` columns."""
 
     heads: int
     head_width: int

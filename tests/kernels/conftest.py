@@ -1,4 +1,4 @@
-"""The kernels run on a GPU where there is one, else in Triton's interpreter, which must be chosen before they are built."""
+"""The kernels run on a GPU where there is one, else in Triton's interpreter, to be chosen before they are built."""
 
 from __future__ import annotations
 

@@ -22,16 +22,21 @@ TOLERANCE = 3e-6  # float32, maximal error relative to the largest value
 
 
 def run_bank(
-    source_STD: Tensor, query_SD: Tensor, gain_SD: Tensor | None, gradient: Tensor, *, heads: int, block: int, group: int
+    source_STD: Tensor,
+    query_SD: Tensor,
+    gain_SD: Tensor | None,
+    gradient: Tensor,
+    *,
+    heads: int,
+    block: int,
+    group: int,
 ) -> dict[str, Tensor]:
     """Outputs and gradients of the bank."""
     sources = [v.clone().requires_grad_() for v in source_STD]
     query = query_SD.clone().requires_grad_()
     gain = None if gain_SD is None else gain_SD.clone().requires_grad_()
     bank = SourceBank(query, sources[0], heads=heads, eps=EPS, block=block, group=group)
-    outputs = [
-        bank.site(s, v) if gain is None else bank.normed_site(s, v, gain[s], EPS) for s, v in enumerate(sources)
-    ]
+    outputs = [bank.site(s, v) if gain is None else bank.normed_site(s, v, gain[s], EPS) for s, v in enumerate(sources)]
     return _collect(outputs, sources, query, gain, gradient)
 
 
@@ -82,7 +87,9 @@ def compare(
     generator = torch.Generator().manual_seed(seed)
     draw = lambda *shape: torch.randn(*shape, generator=generator).to(device)  # noqa: E731
     source, gradient = draw(sites, tokens, width).to(dtype), draw(sites, tokens, width).to(dtype)
-    query = draw(sites, width) * (heads / width) ** 0.5  # scores of order 1: no softmax so sharp that dz is all cancellation
+    query = (
+        draw(sites, width) * (heads / width) ** 0.5
+    )  # scores of order 1: no softmax so sharp that dz is all cancellation
     gain = draw(sites, width).abs() + 0.5 if normed else None
     found = run_bank(source, query, gain, gradient, heads=heads, block=block, group=group)
     truth = run_reference(source.double(), query, gain, gradient, heads=heads, block=block)
@@ -149,7 +156,14 @@ def test_any_shape(tokens: int, heads: int, units: int, sites: int, block: int, 
     """Any shape and schedule."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     compare(
-        device, tokens=tokens, width=16 * heads * units, heads=heads, sites=sites, block=block, group=group, normed=normed
+        device,
+        tokens=tokens,
+        width=16 * heads * units,
+        heads=heads,
+        sites=sites,
+        block=block,
+        group=group,
+        normed=normed,
     )
 
 
