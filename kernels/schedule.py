@@ -182,7 +182,7 @@ class Ledger:
             expected = f"site {self.frontier - 1} is next" if self.frontier else "its backward pass is already done"
             raise KernelError(
                 f"source bank: backward of site {site}, but {expected}; rows are reused during backward, so that a "
-                "second backward pass, retain_graph or out-of-order gradients cannot be right; run the forward pass again"
+                "second backward pass, retain_graph or another order cannot be right; run the forward pass again"
             )
         self.frontier = site
 
