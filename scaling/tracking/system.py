@@ -1,4 +1,4 @@
-"""What the host and its devices do while a run trains: metrics ``system/...`` for the journal, by option ``run.system_metrics``.
+"""What the host and its devices do while a run trains: journal metrics ``system/...``, by ``run.system_metrics``.
 
 Called by the training loop at its logging steps, with numbers since the last call. Devices are asked through torch
 where it is loaded and NVIDIA's library answers; what cannot be asked is left out.
