@@ -53,25 +53,25 @@ def _seeds(found: Findings) -> Table | None:
 def _main(found: Findings) -> Table | None:
     if found.table["size"].isna().all():
         return None
-    return ablations.main(found.table, baseline=found.baseline, sd=found.seed_sd, dropped=len(found.dropped))
+    return ablations.main(found.usable, baseline=found.baseline, sd=found.seed_sd, dropped=len(found.dropped))
 
 
 def _heads(found: Findings) -> Table | None:
     if exhibits.heads(found) is None:
         return None
-    return ablations.heads(found.table, sd=found.seed_sd, dropped=len(found.dropped))
+    return ablations.heads(found.usable, sd=found.seed_sd, dropped=len(found.dropped))
 
 
 def _heads_kv(found: Findings) -> Table | None:
     if exhibits.heads_by_kv(found) is None:
         return None
-    return ablations.heads_by_kv(found.table, sd=found.seed_sd, dropped=len(found.dropped))
+    return ablations.heads_by_kv(found.usable, sd=found.seed_sd, dropped=len(found.dropped))
 
 
 def _rates(found: Findings) -> Table | None:
     if exhibits.learning_rates(found) is None:
         return None
-    return ablations.learning_rates(found.table, sd=found.seed_sd, dropped=len(found.dropped))
+    return ablations.learning_rates(found.usable, sd=found.seed_sd, dropped=len(found.dropped))
 
 
 def _throughput(found: Findings) -> Table | None:

@@ -72,12 +72,12 @@ def integer(value: float | None) -> str:
 def words(count: float) -> str:
     """A large count as it is spoken.
 
-    >>> words(1_681_138), words(51_000), words(2.5e9), words(640)
-    ('1.7 million', '51 thousand', '2.5 billion', '640')
+    >>> words(1_681_138), words(600_000), words(2.5e9), words(640)
+    ('1.7 million', '600 thousand', '2.5 billion', '640')
     """
     for name, size in (("billion", 1e9), ("million", 1e6), ("thousand", 1e3)):
         if count >= size:
-            return f"{count / size:.2g} {name}"
+            return f"{float(f'{count / size:.2g}'):g} {name}"
     return f"{count:.0f}"
 
 

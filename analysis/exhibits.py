@@ -44,7 +44,7 @@ def speedups(found: Findings) -> Picture | None:
 
 def heads(found: Findings) -> Picture | None:
     """Loss over head counts."""
-    runs = with_single_head(found.table)
+    runs = with_single_head(found.usable)
     if runs.groupby("size")["heads"].nunique().max() < 2 if len(runs) else True:
         return None
     grid = gather(runs, ["size", "method", "heads"], within=["size", "method"], sd=found.seed_sd)
@@ -57,7 +57,7 @@ def heads(found: Findings) -> Picture | None:
 
 def heads_by_kv(found: Findings) -> Picture | None:
     """Heat map of heads by key-value heads."""
-    runs = with_single_head(found.table).dropna(subset=["kv"])
+    runs = with_single_head(found.usable).dropna(subset=["kv"])
     if runs["heads"].nunique() < 2 or runs["kv"].nunique() < 2:
         return None
     grid = gather(runs, ["size", "kv", "heads"], within=["size", "kv"], sd=found.seed_sd)
@@ -70,10 +70,10 @@ def heads_by_kv(found: Findings) -> Picture | None:
 
 def learning_rates(found: Findings) -> Picture | None:
     """Loss over learning rates."""
-    rates = found.table.dropna(subset=["lr", "val_loss"]).groupby(["size", "method"])["lr"].nunique()
+    rates = found.usable.dropna(subset=["lr", "val_loss"]).groupby(["size", "method"])["lr"].nunique()
     if rates.empty or rates.max() < 2:
         return None
-    grid = gather(found.table, ["size", "method", "lr"], within=["size", "method"], sd=found.seed_sd)
+    grid = gather(found.usable, ["size", "method", "lr"], within=["size", "method"], sd=found.seed_sd)
     return _grid_picture(
         "lr", "Loss by learning rate", grid, found,
         "Ringed: each method's best rate.",

@@ -33,6 +33,8 @@ class Findings:
         Tidy runs used (dropped ones left out), and their curves or ``None``.
     baseline
         The method that others are compared with; ``None`` when the table has none of that name.
+    unusable
+        Rows of ``table`` that analyses leave out (unfinished, diverged, copies); their reasons are in ``dropped``.
     needs
         Sentences on what it would take to decide what is open, from the power calculation.
     results
@@ -50,8 +52,14 @@ class Findings:
     failures: tuple[Failure, ...] = ()
     cautions: tuple[Caution, ...] = ()
     dropped: tuple[tuple[str, str], ...] = ()
+    unusable: frozenset[int] = frozenset()
     needs: tuple[str, ...] = ()
     results: Mapping[str, Result] = field(default_factory=dict)
+
+    @property
+    def usable(self) -> pd.DataFrame:
+        """Runs that analyses may use."""
+        return self.table.drop(index=sorted(self.unusable))
 
     @property
     def methods(self) -> list[str]:

@@ -95,14 +95,14 @@ def inquire(
     noises = log.ask("The noise between seeds", lambda: _noises(runs, log), noises)
     if runs["flops"].notna().any():
         _fits(runs, base, rng, log)
-    lost = {*dropped}
+    lost, unusable = {*dropped}, _screened(runs, log)
     cautions: dict[str, Caution] = {}
     for result in log.results.values():
         lost |= {_lost(runs, item.row, item.run, item.reason) for item in result.dropped}
         cautions |= {caution.message: caution for caution in result.warnings}
     return Findings(
         table=runs,
-        histories=histories,
+        histories=_plain(histories),
         baseline=base,
         x="flops",
         curves=found[1],
@@ -112,6 +112,7 @@ def inquire(
         failures=tuple(log.failures),
         cautions=tuple(cautions.values()),
         dropped=tuple(sorted(lost)),
+        unusable=frozenset(unusable),
         needs=tuple(_needs(deltas, log)),
         results=log.results,
     )
@@ -145,6 +146,13 @@ def complete(table: pd.DataFrame) -> pd.DataFrame:
     return runs[[*known, *(c for c in runs.columns if c not in COLUMNS)]].reset_index(drop=True)
 
 
+def _plain(histories: pd.DataFrame | None) -> pd.DataFrame | None:
+    """Histories with text where ingestion keeps categories, whose groups would include those without rows."""
+    if histories is None:
+        return None
+    return histories.assign(run_key=histories["run_key"].astype(str), metric=histories["metric"].astype(str))
+
+
 def pick_baseline(runs: pd.DataFrame, wanted: str | None) -> str | None:
     """The baseline's name: the wanted one, else ``baseline`` where it is a method, else ``None``."""
     methods = sorted(runs["method"].dropna().unique())
@@ -153,6 +161,18 @@ def pick_baseline(runs: pd.DataFrame, wanted: str | None) -> str | None:
     if wanted not in methods:
         raise TableError(f"baseline {wanted!r} is not a method of the table; {nearest(wanted, methods)}")
     return wanted
+
+
+def _screened(runs: pd.DataFrame, log: _Log) -> set[int]:
+    """Rows that every analysis leaves out."""
+    from scaling.analysis.screen import screen
+
+    try:
+        kept = screen(runs, needs=["method", "loss"], analysis="report").frame["row"]
+    except ScalingError as error:
+        log.failures.append(Failure(what="Which runs count", reason=str(error).rstrip(".")))
+        return set()
+    return set(range(len(runs))) - {int(row) for row in kept}
 
 
 def _lost(runs: pd.DataFrame, row: int | None, run: str | None, reason: str) -> tuple[str, str]:
@@ -285,9 +305,10 @@ def _fits(runs: pd.DataFrame, baseline: str | None, rng: int, log: _Log) -> None
 
     several = runs["method"].nunique() > 1
     scales = runs.dropna(subset=["flops"]).groupby("method")["flops"].nunique()
+    # Its residuals and influences are shown, its parameters are not: no interval is asked for.
     law = partial(
         fit_law, runs, form="power", by="method" if several else None, share="test" if several else "free",
-        loss="l2", interval="two-level", draws=200, rng=rng,
+        loss="l2", interval="none",
     )  # fmt: skip
     if scales.max() >= _FEWEST_FOR_LAW:
         log.keep("law", "A law for all methods", law)

@@ -9,11 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 import pandas as pd
 
 from scaling.analysis.schema import CANONICAL
 from scaling.errors import TableError
+
+HISTORIES: Final = ("val/loss", "perf/tokens_per_s", "perf/mfu", "mem/peak_gib")  # what figures and tables draw
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,12 +47,13 @@ def read(source: str, *, columns: str | None = None, where: Sequence[str] = (), 
         If the source cannot be read, or a mapping or comparison cannot be parsed.
     """
     if columns is None and Path(source).suffix not in (".csv", ".tsv"):
-        from scaling.analysis.columns import filter_rows
-        from scaling.analysis.ingest import read_runs
+        from scaling.analysis.ingest import is_table, read_runs
+        from scaling.analysis.ingest_cache import read_cached_points
 
-        found = read_runs(source)
+        bare = is_table(source) and read_cached_points(Path(source)) is None
+        found = read_runs(source, where=list(where), histories=False if bare else HISTORIES)
         lost = tuple((item.run or f"row {item.row}", item.reason) for item in found.dropped)
-        return Source(table=filter_rows(found.table, list(where)), histories=found.histories, dropped=lost)
+        return Source(table=found.table, histories=found.histories, dropped=lost)
     from scaling.analysis.columns import load_table
 
     table = tidy(load_table(source, columns=columns, where=list(where)))

@@ -65,5 +65,8 @@ def noise_floor(
     low, high = axis.get_xlim()
     axis.set_xlim(max(low, high * 1e-8), high)
     style.log_axis(axis, "x")
-    axis.set_xlabel("nats per token: standard deviation above, size of effect below" if noises and effects else "nats")
+    both = (
+        "nats: SD above, effect below" if narrow else "nats per token: standard deviation above, size of effect below"
+    )
+    axis.set_xlabel(both if noises and effects else "nats per token")
     return figure
