@@ -1,10 +1,9 @@
 """How much less a method costs at equal loss.
 
 After ``cells`` and ``inversion``: at each scale i the method's mean loss is read off the baseline's fitted law as a
-cost,
-``s_i = C_b(L_m(C_i)) / C_i``; the headline is the geometric mean over scales. The interval is the delta method with the
-pooled standard deviation within cells and t (simulated coverage 95%), beside a two-level bootstrap that keeps pairs of
-seeds. One currency a result: FLOPs, tokens, wall seconds or GPU-hours, never mixed.
+cost, ``s_i = C_b(L_m(C_i)) / C_i``; the headline is the geometric mean over scales. The interval is the delta method
+with the pooled standard deviation within cells and t (simulated coverage 95%), beside a two-level bootstrap that keeps
+pairs of seeds. One currency a result: FLOPs, tokens, wall seconds or GPU-hours, never mixed.
 
 Shapes: R draws, k scales of the method, c cells of both arms (baseline first).
 """
