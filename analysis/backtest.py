@@ -1,6 +1,7 @@
 """How far a law may be extrapolated: fit the small runs, predict the large ones.
 
-After ``certify``; shown beside every extrapolation. Runs are ordered by compute, never drawn at random: a random hold-out
+After ``certify``; shown beside every extrapolation. Runs are ordered by compute, never drawn at random: a random hold-
+out
 asks about interpolation. Each cut gives the relative error of every larger run against how many times more compute it
 took than the largest run fitted.
 """
@@ -55,7 +56,8 @@ def backtest(
     Returns
     -------
     Result
-        ``estimate``: median and ``level`` quantile of the absolute relative error over all predictions, and of those up to
+        ``estimate``: median and ``level`` quantile of the absolute relative error over all predictions, and of
+        those up to
         a factor of 10; ``details.predictions`` holds each one.
 
     Raises
@@ -77,7 +79,9 @@ def backtest(
     for edge in _cuts(order, cuts):
         small = order <= edge * (1 + 1e-9)
         try:
-            fitted = solve(law, {v: a[small] for v, a in x.items()}, y_n[small], np.ones(int(small.sum())), loss=loss, delta=delta, log=residual == "log")  # fmt: skip
+            part = {v: a[small] for v, a in x.items()}
+            weights = np.ones(int(small.sum()))
+            fitted = solve(law, part, y_n[small], weights, loss=loss, delta=delta, log=residual == "log")
         except FitError:
             skipped += 1
             continue
@@ -101,7 +105,8 @@ def backtest(
             )
     if not predictions:
         raise FitError(
-            f"fit backtest: no cut leaves more distinct points than the {len(law.parameters)} parameters of {law.name} and a larger "
+            f"fit backtest: no cut leaves more distinct points than the {len(law.parameters)} parameters of "
+            f"{law.name} and a larger "
             "run to predict; add scales or use a form with fewer parameters"
         )
     error = np.abs([p["error"] for p in predictions])
@@ -151,7 +156,8 @@ def backtest(
 def predict(fitted: Fitted, x: dict[str, Floats]) -> Floats:
     """Losses a fitted law predicts at other points."""
     theta = fitted.model.from_solver(fitted.phi_P[None])
-    return np.exp(fitted.model.law.log_loss(theta, x)[0])
+    out: Floats = np.exp(fitted.model.law.log_loss(theta, x)[0])
+    return out
 
 
 def _order(frame: pd.DataFrame, law: Law) -> tuple[Floats, str]:

@@ -43,7 +43,8 @@ class Fitted:
     @property
     def natural_P(self) -> Floats:
         """Parameters in natural units."""
-        return self.model.natural(self.phi_P[None])[0]
+        out: Floats = self.model.natural(self.phi_P[None])[0]
+        return out
 
     @property
     def estimate(self) -> dict[str, float]:
@@ -53,7 +54,8 @@ class Fitted:
     @property
     def residual_n(self) -> Floats:
         """Residuals in the space that was fitted."""
-        return residuals(self.model, self.phi_P[None], self.y_n[None], log=self.goal.log)[0]
+        out: Floats = residuals(self.model, self.phi_P[None], self.y_n[None], log=self.goal.log)[0]
+        return out
 
     @property
     def delta(self) -> float:
@@ -130,9 +132,15 @@ def solve(
 
 
 def certify(
-    law: Law, x: Mapping[str, Floats], y_n: Floats, given: Mapping[str, float], *, loss: str = "huber", delta: float = 1e-3,
+    law: Law,
+    x: Mapping[str, Floats],
+    y_n: Floats,
+    given: Mapping[str, float],
+    *,
+    loss: str = "huber",
+    delta: float = 1e-3,
     log: bool = True,
-) -> Fitted:  # fmt: skip
+) -> Fitted:
     """Grade parameters that came from elsewhere: ``unmoved`` where the gradient says that nothing was optimised.
 
     The certificate holds the scaled gradient there and the objective of a real fit (``objective_of_refit``).

@@ -1,6 +1,7 @@
 """Noise that is not seed noise: within a curve, and of the evaluation set.
 
-Beside ``noise``: reads curves (run, step, loss) and per-document losses instead of final results. What fluctuates at the
+Beside ``noise``: reads curves (run, step, loss) and per-document losses instead of final results. What fluctuates at
+the
 end of a curve is a few percent of the spread over seeds, because a run keeps its offset from the other seeds from one
 evaluation to the next; averaging the tail does not lower seed noise.
 """
@@ -13,9 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import stats
 
-from scaling.analysis.noise import chi_square_limits, noise_floor
+from scaling.analysis.noise import noise_floor
 from scaling.analysis.result import Caution, Interval, Result
 from scaling.analysis.screen import numbers
+from scaling.analysis.spread import chi_square_limits
 from scaling.errors import FitError, TableError, UsageError, nearest
 
 if TYPE_CHECKING:
@@ -26,7 +28,8 @@ Floats = NDArray[np.float64]
 KINDS = ("seed", "tail", "evaluation")
 TAIL = 6
 NOT_SEED_NOISE = (
-    "fluctuation at the end of a curve is not seed noise: deviations of a run from the other seeds persist, so the mean of the "
+    "fluctuation at the end of a curve is not seed noise: deviations of a run from the other seeds "
+    "persist, so the mean of the "
     "tail is as uncertain as its last point"
 )
 
@@ -137,13 +140,15 @@ def evaluation_noise(documents: pd.DataFrame, *, level: float = 0.95) -> Result:
     Parameters
     ----------
     documents
-        One row a document (or sequence): ``loss`` (mean over its tokens), ``tokens``; optionally ``run``. With two runs or
+        One row a document (or sequence): ``loss`` (mean over its tokens), ``tokens``; optionally ``run``. With
+        two runs or
         more the noise of the difference of the first two is added: what the set has in common cancels.
 
     Returns
     -------
     Result
-        ``estimate``: ``evaluation_se`` (documents are clusters of tokens), ``token_se`` (what independent tokens with the
+        ``estimate``: ``evaluation_se`` (documents are clusters of tokens), ``token_se`` (what independent
+        tokens with the
         documents' spread would give) and ``paired_se``.
     """
     absent = [c for c in ("loss", "tokens") if c not in documents.columns]

@@ -29,7 +29,7 @@ REPLICATES = 400
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Optimum:
-    """A cell's best setting: location in natural units, its loss (optimism taken off), SD of both, and the raw minimum."""
+    """A cell's best setting: location, its loss (optimism taken off), SD of both, and the raw minimum."""
 
     at: dict[str, float]
     log_sd: dict[str, float]
@@ -56,7 +56,8 @@ def quadratic_optimum(
     sd
         Noise of one loss; 0 where unknown (then the residual SD of the parabola is used).
     window
-        Only points within this much of the smallest loss are used (a parabola describes the neighbourhood of an optimum).
+        Only points within this much of the smallest loss are used (a parabola describes the neighbourhood of
+        an optimum).
 
     Raises
     ------
@@ -69,7 +70,8 @@ def quadratic_optimum(
     coefficients = (len(names) + 1) * (len(names) + 2) // 2
     if keep.sum() < coefficients:
         raise FitError(
-            f"too-few-settings: {int(keep.sum())} settings of {', '.join(names)} for a parabola with {coefficients} coefficients; "
+            f"too-few-settings: {int(keep.sum())} settings of {', '.join(names)} for a parabola with "
+            f"{coefficients} coefficients; "
             "sweep more values or widen the window"
         )
     logs, losses_n = logs[keep], losses_n[keep]
@@ -150,7 +152,8 @@ def best_settings(
     -------
     table, cautions
         Columns of ``by``, the swept ones at the optimum, ``loss`` (optimism taken off), ``loss_sd``, ``optimism``,
-        ``smallest_observed``, ``settings``, ``inside``; other numeric columns that are constant in a cell are kept. Cells
+        ``smallest_observed``, ``settings``, ``inside``; other numeric columns that are constant in a cell are
+        kept. Cells
         whose optimum is not inside the sweep keep their smallest loss, and a caution says so.
     """
     import pandas as pd
@@ -172,14 +175,18 @@ def best_settings(
             edge.append(name)
             best = part.iloc[int(np.argmin(losses))]
             rows.append({**constant, **{v: best[v] for v in over}, "loss": float(losses.min()), "loss_sd": np.nan,
-                         "optimism": 0.0, "smallest_observed": float(losses.min()), "settings": len(part), "inside": False})  # fmt: skip
+                         "optimism": 0.0, "smallest_observed": float(losses.min()), "settings": len(part),
+                         "inside": False})  # fmt: skip
             continue
         rows.append({**constant, **found.at, **{f"log_sd_{v}": s for v, s in found.log_sd.items()}, "loss": found.loss,
                      "loss_sd": found.loss_sd, "optimism": found.optimism, "smallest_observed": found.smallest_observed,
                      "settings": found.points, "inside": True})  # fmt: skip
     cautions = list(screened.cautions)
     if edge:
-        text = f"no inner optimum in {', '.join(edge)}: the smallest loss there is used and is too low by its optimism; sweep wider"
+        text = (
+            f"no inner optimum in {', '.join(edge)}: the smallest loss there is used and is too low by its "
+            "optimism; sweep wider"
+        )
         cautions.append(Caution(code="optimum-at-edge", message=text))
     return pd.DataFrame(rows), tuple(cautions)
 

@@ -72,7 +72,8 @@ class Kaplan(Law):
         return out
 
     def starts(self, x: Mapping[str, Floats], y_n: Floats, w_n: Floats) -> Floats:
-        # L^(1/alpha_D) is linear in N_c^(alpha_N/alpha_D) and D_c: two amplitudes in closed form at each pair of exponents.
+        # L^(1/alpha_D) is linear in N_c^(alpha_N/alpha_D) and D_c: two amplitudes in closed form at each
+        # pair of exponents.
         found = []
         for alpha_n in np.geomspace(0.02, 0.6, 10):
             for alpha_d in np.geomspace(0.02, 0.6, 10):
@@ -94,7 +95,7 @@ class Kaplan(Law):
 
 @register
 class LearningRate(Law):
-    """Chinchilla with a parabola in log learning rate whose minimum moves with N and D (optimum of the Step Law's form)."""
+    """Chinchilla with a parabola in log learning rate whose minimum moves with N and D (Step Law)."""
 
     name = "chinchilla-lr"
     formula = "L = E + A N^-alpha + B D^-beta + Q (ln lr - c - p ln N - q ln D)^2"
@@ -134,7 +135,7 @@ class LearningRate(Law):
 
 @register
 class Repetition(Law):
-    """Chinchilla in effective tokens when ``U`` unique tokens are repeated (Muennighoff et al. 2023, equation 5, data part)."""
+    """Chinchilla in effective tokens when ``U`` unique tokens are repeated (Muennighoff et al. 2023, eq. 5)."""
 
     name = "repetition"
     formula = "L = E + A N^-alpha + B D'^-beta, D' = U + U R* (1 - exp(-(D/U - 1)/R*))"

@@ -1,38 +1,29 @@
 """Fit a scaling law to a table of runs.
 
-Between tables (``columns``, ``screen``) and the solver (``certify``, ``uncertainty``): picks rows, fits one law or one a
-method with some parameters shared, tests which sharing the data warrant, adds the intervals asked for and the checklist.
+Between tables (``columns``, ``screen``) and the solver (``certify``, ``uncertainty``): picks rows, fits one law or one
+a
+method with some parameters shared, tests which sharing the data warrant, adds the intervals asked for and the
+checklist.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy import stats
 
 from scaling.analysis.certify import Fitted, solve
 from scaling.analysis.checklist import conventions, describe_dropped, describe_seeds, make_checklist
+from scaling.analysis.intervals import INTERVALS, make_intervals
 from scaling.analysis.laws import Law, get_law
 from scaling.analysis.result import Caution, Interval, Result
 from scaling.analysis.robust import check_loss
 from scaling.analysis.screen import Screened, check_spread, numbers, screen
-from scaling.analysis.uncertainty import (
-    Draws,
-    cell_noise,
-    cluster_bootstrap,
-    covariance,
-    delta_interval,
-    dispersion,
-    parametric_bootstrap,
-    percentile_interval,
-    profile_interval,
-    t_interval,
-    two_level_bootstrap,
-)
+from scaling.analysis.sharing import SHARES, compare_sharing, pick_sharing, shared_names
+from scaling.analysis.uncertainty import covariance
 from scaling.errors import UsageError, nearest
 
 if TYPE_CHECKING:
@@ -41,11 +32,8 @@ if TYPE_CHECKING:
 Floats = NDArray[np.float64]
 logger = logging.getLogger(__name__)
 
-INTERVALS = ("cluster", "pairs", "two-level", "parametric", "delta", "profile", "all", "none")
-SHARES = ("free", "E", "exponents", "E+exponents", "test")
 # Below this many clusters a bootstrap of clusters often loses the end points of the range.
 FEW_CLUSTERS = 20
-SHARING_LEVEL = 0.05
 
 
 def fit_law(
@@ -76,7 +64,8 @@ def fit_law(
     loss, delta, residual
         ``huber`` (with ``delta`` in units of the residual), ``l1`` or ``l2``, on ``log`` or ``raw`` residuals.
     by, share
-        A column (``method``) whose groups get their own law, and what they share: ``free`` nothing, ``E``, ``exponents``,
+        A column (``method``) whose groups get their own law, and what they share: ``free`` nothing, ``E``,
+        ``exponents``,
         ``E+exponents``, or ``test`` (the most shared one that is not rejected at 5%).
     weights
         A column of row weights.
@@ -88,7 +77,8 @@ def fit_law(
     Returns
     -------
     Result
-        ``estimate`` in natural units, labels like ``A`` or ``A[mhar]``; ``details`` holds curves, residuals, sharing tests.
+        ``estimate`` in natural units, labels like ``A`` or ``A[mhar]``; ``details`` holds curves, residuals,
+        sharing tests.
 
     Raises
     ------
@@ -129,7 +119,7 @@ def fit_law(
                 f"share {chosen!r}: {law.name} has nothing of that kind to share; allowed: {', '.join(fits)}"
             )
         fitted = fits[chosen]
-    intervals, errors = _intervals(
+    intervals, errors = make_intervals(
         fitted, frame, by=by, level=level, kind=interval, cluster=cluster, draws=draws, rng=np.random.default_rng(rng)
     )
     headline = intervals.get("cluster" if interval == "all" else interval)
@@ -137,36 +127,6 @@ def fit_law(
         law, fitted, screened, by=by, chosen=chosen, tests=tests, intervals=intervals, errors=errors,
         headline=None if interval == "none" else headline, loss=loss, delta=delta, residual=residual,
     )  # fmt: skip
-
-
-def shared_names(law: Law, share: str) -> tuple[str, ...]:
-    """Parameters that groups share under ``share``."""
-    kinds = {"E": ("asymptote",), "exponents": ("exponent",), "E+exponents": ("asymptote", "exponent")}.get(share, ())
-    return tuple(p.name for p in law.parameters if p.kind in kinds)
-
-
-def compare_sharing(name: str, restricted: Fitted, full: Fitted) -> dict[str, Any]:
-    """Drop-in-dispersion test of shared parameters against free ones (the F test when the loss is squares).
-
-    References
-    ----------
-    Schrader and Hettmansperger (1980), Robust analysis of variance based upon a likelihood ratio criterion.
-    """
-    q = len(full.phi_P) - len(restricted.phi_P)
-    if full.df <= 0:
-        return {"share": name, "statistic": None, "df": [q, full.df], "p": None}
-    rise = max(restricted.objective - full.objective, 0.0)
-    statistic = 2 * rise / q / max(dispersion(full), 1e-300)
-    return {"share": name, "statistic": statistic, "df": [q, full.df], "p": float(stats.f.sf(statistic, q, full.df))}
-
-
-def pick_sharing(tests: Sequence[Mapping[str, Any]]) -> str:
-    """The most shared alternative that is not rejected; ``free`` when all are."""
-    for name in ("E+exponents", "exponents", "E"):
-        for test in tests:
-            if test["share"] == name and (test["p"] is None or test["p"] > SHARING_LEVEL):
-                return name
-    return "free"
 
 
 def _check_options(residual: str, interval: str, share: str, level: float) -> None:
@@ -178,58 +138,6 @@ def _check_options(residual: str, interval: str, share: str, level: float) -> No
         raise UsageError(f"share {share!r} is unknown; {nearest(share, SHARES)}")
     if not 0 < level < 1:
         raise UsageError(f"level must lie between 0 and 1, got {level!r}")
-
-
-def _cells(fitted: Fitted, frame: pd.DataFrame, by: str | None) -> list[str]:
-    columns = [np.round(np.log(fitted.model.x[v]), 9).astype(str) for v in fitted.model.law.variables]
-    if by:
-        columns.append(frame[by].to_numpy(dtype=str))
-    return ["|".join(parts) for parts in zip(*columns, strict=True)]
-
-
-def _intervals(
-    fitted: Fitted, frame: pd.DataFrame, *, by: str | None, level: float, kind: str, cluster: str | None, draws: int,
-    rng: np.random.Generator,
-) -> tuple[dict[str, Interval], dict[str, float]]:  # fmt: skip
-    """Intervals by kind and standard errors of the headline one; nothing at 0 degrees of freedom."""
-    if fitted.df <= 0 or kind == "none":
-        return {}, {}
-    names = fitted.model.parameters
-    out: dict[str, Interval] = {}
-    column = cluster or ("run_key" if "run_key" in frame.columns else None)
-    clusters = None if column is None else [str(v) for v in frame[column]]
-    repeated = clusters is not None and len(set(clusters)) < len(clusters)
-    out["delta"], sd = delta_interval(fitted, level, clusters if repeated else None)
-    errors = dict(zip(names, map(float, sd), strict=True))
-    cells = _cells(fitted, frame, by)
-    sd_cell, df_cell = cell_noise(fitted.residual_n, cells)
-    if df_cell == 0:
-        sd_cell, df_cell = float(np.sqrt(np.sum(fitted.residual_n**2) / fitted.df)), fitted.df
-
-    def keep(name: str, made: Draws, interval: Interval) -> None:
-        out[name] = interval
-        if name == kind or (kind == "all" and name == "cluster"):
-            spread = np.std(made.natural_RP[made.converged_R], axis=0, ddof=1)
-            errors.update(zip(names, map(float, spread), strict=True))
-
-    wanted = INTERVALS[:-2] if kind == "all" else (kind,)
-    if "cluster" in wanted:
-        made = cluster_bootstrap(fitted, clusters, draws, rng)
-        keep("cluster", made, percentile_interval(fitted, made, level, "cluster bootstrap, percentile"))
-    if "pairs" in wanted:
-        made = cluster_bootstrap(fitted, None, draws, rng)
-        keep("pairs", made, percentile_interval(fitted, made, level, "pairs bootstrap, percentile"))
-    if "two-level" in wanted:
-        made = two_level_bootstrap(fitted, cells, draws, rng, sd=sd_cell)
-        keep("two-level", made, t_interval(fitted, made, df_cell, level, "two-level bootstrap, t"))
-    if "parametric" in wanted:
-        made = parametric_bootstrap(fitted, sd_cell, draws, rng)
-        keep("parametric", made, t_interval(fitted, made, df_cell, level, "parametric bootstrap, t"))
-    if "profile" in wanted and fitted.goal.loss != "l1":
-        out["profile"] = profile_interval(fitted, level)
-    if kind == "profile" and "profile" not in out:
-        raise UsageError("interval 'profile' needs loss huber or l2: the profile of absolute values has kinks")
-    return out, errors
 
 
 def _result(
@@ -278,7 +186,10 @@ def _cautions(fitted: Fitted, frame: pd.DataFrame, headline: Interval | None) ->
     out = []
     evidence = fitted.certificate
     if fitted.df == 0:
-        text = f"{fitted.model.n} rows for {len(fitted.phi_P)} parameters: the law passes through the data, no interval exists"
+        text = (
+            f"{fitted.model.n} rows for {len(fitted.phi_P)} parameters: the law passes through the data, no "
+            "interval exists"
+        )
         out.append(Caution(code="no-degrees-of-freedom", message=text))
     if fitted.status == "bound-hit":
         text = f"{evidence['at_bound']} ended at a bound: the data do not show that term; its interval is one-sided"
@@ -294,7 +205,10 @@ def _cautions(fitted: Fitted, frame: pd.DataFrame, headline: Interval | None) ->
         out.append(Caution(code="not-converged", message=text))
     distinct = len({*zip(*(fitted.model.x[v] for v in fitted.model.law.variables), strict=True)})
     if headline is not None and headline.method.startswith(("cluster", "pairs")) and distinct < FEW_CLUSTERS:
-        text = f"{distinct} distinct points: resampled rows may lose the ends of the range; prefer interval two-level or parametric"
+        text = (
+            f"{distinct} distinct points: resampled rows may lose the ends of the range; prefer interval "
+            "two-level or parametric"
+        )
         out.append(Caution(code="few-clusters", message=text))
     ratio = evidence.get("residual_sd_over_delta")
     if isinstance(ratio, float) and ratio > 30:

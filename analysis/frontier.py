@@ -1,6 +1,7 @@
 """The compute-optimal split of a budget between parameters and tokens, from a fitted law.
 
-After ``fit``: N*(C), D*(C) and tokens per parameter of a law in N and D, with intervals from the same refits as the law's
+After ``fit``: N*(C), D*(C) and tokens per parameter of a law in N and D, with intervals from the same refits as the
+law's
 own parameters. ``C = k N D`` is a convention and part of the result (k is 6 by default; it is wrong for small models,
 where attention and the vocabulary dominate).
 """
@@ -38,7 +39,8 @@ def optimal_split(natural_RP: Floats, names: Sequence[str], budget: float, k: fl
 
     References
     ----------
-    Hoffmann et al. (2022), equation 4: ``N* = G (C/k)^(beta/(alpha+beta))``, ``G = (alpha A / (beta B))^(1/(alpha+beta))``.
+    Hoffmann et al. (2022), equation 4: ``N* = G (C/k)^(beta/(alpha+beta))``,
+    ``G = (alpha A / (beta B))^(1/(alpha+beta))``.
     """
     at = {name: natural_RP[:, k_] for k_, name in enumerate(names)}
     alpha = at["alpha"]

@@ -41,7 +41,8 @@ def head_optimum(
     Returns
     -------
     dict
-        Value of ``by`` (or ``all``) -> result. ``estimate``: ``best_heads``, ``curvature`` (of loss in log2 H; positive is a
+        Value of ``by`` (or ``all``) -> result. ``estimate``: ``best_heads``, ``curvature`` (of loss in log2 H;
+        positive is a
         U), ``vertex_heads``. ``details.indistinguishable`` lists the counts.
     """
     screened = screen(table, needs=["H", "loss"], analysis="head count")
@@ -60,7 +61,7 @@ def head_optimum(
 
 def _heads(part: pd.DataFrame, screened: Screened, *, sd: float, df: float, level: float) -> Result:
     grouped = part.groupby("H", sort=True)["loss"]
-    heads = np.array([float(h) for h in grouped.groups])
+    heads = grouped.mean().index.to_numpy(dtype=np.float64)
     mean, count = grouped.mean().to_numpy(dtype=np.float64), grouped.size().to_numpy(dtype=np.float64)
     if len(heads) < 2:
         raise FitError(f"head count: only H = {heads[0]:g} was run, two or more counts are needed")
@@ -74,7 +75,8 @@ def _heads(part: pd.DataFrame, screened: Screened, *, sd: float, df: float, leve
     cautions = list(screened.cautions)
     indistinguishable = [int(heads[best])]
     if known:
-        # One-sided multiple comparison with the best (Hsu 1981), by the two-sided Dunnett probability, which is conservative.
+        # One-sided multiple comparison with the best (Hsu 1981), by the two-sided Dunnett probability,
+        # which is conservative.
         t = [(mean[k] - mean[best]) / (sd * np.sqrt(1 / count[k] + 1 / count[best])) for k in others]
         for k, p in zip(others, dunnett([float(v) for v in t], df), strict=True):
             rows[k]["p_against_best"] = p
@@ -92,7 +94,10 @@ def _heads(part: pd.DataFrame, screened: Screened, *, sd: float, df: float, leve
             errors["curvature"] = shape["standard_error"]
             low["curvature"], high["curvature"] = shape["low"], shape["high"]
             if shape["low"] <= 0:
-                text = f"curvature in log2 H is {shape['curvature']:.3g} ({shape['low']:.3g} to {shape['high']:.3g}): no U-shape is shown"
+                text = (
+                    f"curvature in log2 H is {shape['curvature']:.3g} ({shape['low']:.3g} to {shape['high']:.3g}): no "
+                    "U-shape is shown"
+                )
                 cautions.append(Caution(code="no-u-shape", message=text))
     if best in (0, len(heads) - 1):
         cautions.append(
@@ -209,7 +214,7 @@ def width_contrast(
     noise_sd: float | None = None,
     level: float = 0.95,
 ) -> Result:
-    """Whether the method's edge over the baseline changes from a narrow to a wide model: a difference of differences."""
+    """Whether the method's edge over the baseline changes from narrow to wide: a difference of differences."""
     screened = screen(table, needs=["method", "loss"], analysis="width contrast")
     frame = screened.frame
     if "size" not in frame.columns:

@@ -1,7 +1,9 @@
 """The compute at which a law reaches a loss, and how that answer moves with the data.
 
-Between ``certify`` and ``speedup``. A baseline's law is fitted by least squares to the mean losses of its cells, free or
-with the asymptote shared with the method it is compared to; inverting it gives the cost of any loss above the asymptote,
+Between ``certify`` and ``speedup``. A baseline's law is fitted by least squares to the mean losses of its cells, free
+or
+with the asymptote shared with the method it is compared to; inverting it gives the cost of any loss above the
+asymptote,
 with derivatives for the delta method.
 """
 
@@ -31,7 +33,8 @@ SHARE_LEVEL = 0.05
 class Inverse:
     """A baseline law ready to be inverted.
 
-    ``cells`` are those it was fitted to, baseline first; ``rss`` and ``df`` are the lack of fit of both arms' laws; ``response`` (P, cells) is how its parameters move with their
+    ``cells`` are those it was fitted to, baseline first; ``rss`` and ``df`` are the lack of fit of both arms'
+    laws; ``response`` (P, cells) is how its parameters move with their
     mean losses; ``at`` are the places of E, A, a among the parameters.
     """
 
@@ -82,6 +85,33 @@ class Inverse:
         return -1.0 / (slope * above), by_theta @ move
 
 
+def budget_invariant_speedup(loss_worse: float, loss_better: float, *, asymptote: float, exponent: float) -> float:
+    """Speedup between two runs of equal cost on laws that differ in their amplitude only.
+
+    >>> round(budget_invariant_speedup(3.0, 2.9, asymptote=1.6, exponent=0.15), 4)
+    1.6389
+
+    References
+    ----------
+    ``s = ((L_worse - E) / (L_better - E)) ** (1 / a)``, from ``L = E + A C^-a``; it does not depend on the cost.
+    """
+    if loss_better <= asymptote:
+        raise FitError(f"loss {loss_better:g} is not above the asymptote {asymptote:g}: no finite cost reaches it")
+    return float(((loss_worse - asymptote) / (loss_better - asymptote)) ** (1.0 / exponent))
+
+
+def parse_asymptote(text: str) -> str | float:
+    """``auto``, ``free``, ``shared`` or a number.
+
+    >>> parse_asymptote("1.8")
+    1.8
+    """
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
 def fit_baseline(
     baseline: Sequence[Cell], method: Sequence[Cell], *, asymptote: str | float, sd: float, sd_df: float
 ) -> Inverse:
@@ -106,14 +136,16 @@ def fit_baseline(
     pinned = isinstance(asymptote, float)
     if scales < (2 if pinned else 3):
         raise FitError(
-            f"too-few-scales: baseline {baseline[0].method!r} has {scales} scale{'s' * (scales != 1)}; inverting its law needs 3 "
+            f"too-few-scales: baseline {baseline[0].method!r} has {scales} scale{'s' * (scales != 1)}; inverting "
+            "its law needs 3 "
             "(2 with a given asymptote): add sizes or give --asymptote"
         )
     losses = [c.mean for c in baseline]
     order = np.argsort([c.x for c in baseline])
     if losses[order[0]] <= losses[order[-1]]:
         raise FitError(
-            f"baseline-not-falling: mean loss of {baseline[0].method!r} is {losses[order[-1]]:.6g} at the largest cost and "
+            f"baseline-not-falling: mean loss of {baseline[0].method!r} is {losses[order[-1]]:.6g} at the largest "
+            "cost and "
             f"{losses[order[0]]:.6g} at the smallest; no loss can be turned into a cost"
         )
     alone = _fit(baseline, (), asymptote)
@@ -167,7 +199,9 @@ def _fit(baseline: Sequence[Cell], method: Sequence[Cell], asymptote: str | floa
         low[columns[0]] = high[columns[0]] = np.log(asymptote)
     goal = Goal(loss="l2", log=False, low_P=low, high_P=high)
     start = _start(model, law, x, y, w, groups)
-    found = minimise(model, y[None], w[None], start, goal, race=True)
+    found = minimise(model, y[None], w[None], start[:1], goal)
+    if not found.converged_R[0]:
+        found = minimise(model, y[None], w[None], start, goal, race=True)
     best = found.best()
     phi = found.phi_RP[best]
     free = np.flatnonzero((phi > low + 1e-9) & (phi < high - 1e-9))

@@ -1,7 +1,8 @@
 """IsoFLOP profiles (Approach 2): the best size at each budget, then a power law through the optima.
 
 After ``screen``. Each budget's losses give a minimum in log N by an Akima spline or a parabola; minima at the edge and
-parabolas that open downwards are refused, not used. Noise is drawn anew in every replicate, so the interval contains the
+parabolas that open downwards are refused, not used. Noise is drawn anew in every replicate, so the interval contains
+the
 uncertainty of each optimum. The known bias is stated with every result: where alpha and beta differ, the vertex of a
 parabola is shifted by a constant factor, and grids off their centre bias the exponent (arXiv:2603.22339).
 """
@@ -27,13 +28,15 @@ if TYPE_CHECKING:
 Floats = NDArray[np.float64]
 
 CURVES = ("akima", "parabola")
-# Points of the search grid between two sizes; the optimum's SD is at least a third of the gap of sizes (Porian et al. 2024).
+# Points of the search grid between two sizes; the optimum's SD is at least a third of the gap of sizes (Porian et
+# al. 2024).
 FINER = 25
 GAP_SHARE = 1.0 / 3.0
 FEWEST_SIZES = {"akima": 4, "parabola": 4}
 BUDGET_FACTOR = 1.25
 BIAS = (
-    "a parabola or spline through finite IsoFLOP grids shifts N* by a constant factor where alpha and beta differ, and biases "
+    "a parabola or spline through finite IsoFLOP grids shifts N* by a constant factor where alpha and "
+    "beta differ, and biases "
     "the exponent where grids are off centre: prefer fit law with form chinchilla"
 )
 

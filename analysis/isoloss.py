@@ -1,6 +1,7 @@
 """The arithmetic of an iso-loss speedup: per-scale log speedups with their covariance.
 
-Between ``inversion`` and ``speedup``: two arms of cells and a noise level in, log speedups, covariance, trend contrast and
+Between ``inversion`` and ``speedup``: two arms of cells and a noise level in, log speedups, covariance, trend contrast
+and
 bootstrap draws out. Nothing here reads tables or writes results.
 
 Shapes: R draws, k scales of the method, c cells of both arms (baseline first).
@@ -95,13 +96,14 @@ def trend_contrast(costs: Floats, usable: Bools) -> Floats | None:
     if np.sum(usable) < 3:
         return None
     centred = np.where(usable, costs - np.mean(costs[usable]), 0.0)
-    return centred / np.sum(centred**2)
+    out: Floats = centred / np.sum(centred**2)
+    return out
 
 
 def bootstrap(
     inverse: Inverse, arms: Arms, noise: Noise, usable: Bools, costs: Floats, draws: int, rng: np.random.Generator
 ) -> Floats:
-    """Draws of the mean log speedup: scales stay, seeds within a cell are drawn, the same for both arms where paired."""
+    """Draws of the mean log speedup: scales stay, seeds within a cell are drawn, alike for both arms where paired."""
     cells = arms.cells
     means = np.empty((draws, len(cells)))
     partner = {j: i for i, j in arms.pairs}

@@ -131,7 +131,7 @@ def _check(table: pd.DataFrame, baseline: str | None) -> None:
     keys = ["item", "method", *(["task"] if "task" in table.columns else [])]
     if table.duplicated(keys).any():
         first = table[table.duplicated(keys)].iloc[0]
-        raise TableError(f"compare items: item {first['item']!r} of {first['method']!r} occurs twice")
+        raise TableError(f"compare items: item {first['item']} of {str(first['method'])!r} occurs twice")
 
 
 def _pair(part: pd.DataFrame, baseline: str, method: str, level: float, rng: np.random.Generator) -> Result:

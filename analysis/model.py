@@ -118,7 +118,8 @@ class Model:
         kinds = {p.name: p.is_log for p in self.law.parameters}
         logs = np.array([kinds[s.name] for s in self.slots])
         theta_P = np.where(logs, np.log(np.where(logs, natural_P, 1.0)), natural_P)
-        return self.to_solver(theta_P[None])[0]
+        out: Floats = self.to_solver(theta_P[None])[0]
+        return out
 
     def pack(self, theta_GL: Floats) -> Floats:
         """One point in the solver's units from the law's own (G, P of the law); shared parameters take the median."""
@@ -126,7 +127,8 @@ class Model:
         for k, _ in enumerate(self.slots):
             values = [theta_GL[g, np.flatnonzero(c == k)[0]] for g, c in enumerate(self.columns) if k in c]
             out[k] = float(np.median(values))
-        return self.to_solver(out[None])[0]
+        packed: Floats = self.to_solver(out[None])[0]
+        return packed
 
     def log_loss(self, theta_RP: Floats) -> Floats:
         """Predicted log losses, shape (R, n)."""
@@ -161,8 +163,8 @@ class Model:
 class PowerModel(Model):
     """A sum of power terms: every term's logarithm is linear in the parameters, so all derivatives are exact.
 
-    The solver sees amplitudes at the centre of the rows instead of at x = 1 (unless ``centred`` is false): the condition
-    number falls by many orders of magnitude.
+    The solver sees amplitudes at the centre of the rows instead of at x = 1 (unless ``centred`` is false): the
+    condition number falls by many orders of magnitude.
     """
 
     def __init__(

@@ -1,7 +1,8 @@
 """How much losses differ for no reason: the noise floor every claim is measured against.
 
 After ``screen``. Four kinds, kept apart because they answer different questions: spread over seeds (the only one that
-counts for claims about methods), fluctuation at the end of a curve (which is not seed noise: a run keeps its offset from
+counts for claims about methods), fluctuation at the end of a curve (which is not seed noise: a run keeps its offset
+from
 the ensemble), sampling of the evaluation set (common to all runs, cancels in differences), and repeats of one seed.
 ``noise_power`` turns a floor into what an experiment can show.
 """
@@ -13,13 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy import stats
 
-from scaling.analysis.cells import group_near
 from scaling.analysis.checklist import describe_dropped, describe_seeds, make_checklist
 from scaling.analysis.power import Design, detectable, power_table, precision, seeds_needed, simulated_power
 from scaling.analysis.result import Caution, Interval, Result
 from scaling.analysis.screen import numbers, screen
+from scaling.analysis.spread import chi_square_limits, homogeneity, scale_dependence
 from scaling.errors import FitError, TableError, UsageError
 
 if TYPE_CHECKING:
@@ -55,7 +55,8 @@ def noise_floor(
     Returns
     -------
     Result
-        ``estimate``: ``seed_sd`` (nats) and, where one seed was run more than once, ``same_seed_sd``; the interval is the
+        ``estimate``: ``seed_sd`` (nats) and, where one seed was run more than once, ``same_seed_sd``; the
+        interval is the
         chi-square one. ``details`` hold every configuration, tests of homogeneity and the dependence on scale.
 
     Raises
@@ -75,7 +76,8 @@ def noise_floor(
     ]  # fmt: skip
     if not groups:
         raise FitError(
-            f"noise floor: no configuration ({', '.join(columns) or 'all rows'}) has {max(min_runs, 2)} or more runs; repeat "
+            f"noise floor: no configuration ({', '.join(columns) or 'all rows'}) has {max(min_runs, 2)} or more "
+            "runs; repeat "
             "one configuration with other seeds, or name the columns that define one with --by"
         )
     samples = [numbers(part, "loss") for _, part in groups]
@@ -113,29 +115,10 @@ def noise_floor(
         details={
             "configurations": [_describe(key, columns, s, level) for (key, _), s in zip(groups, samples, strict=True)],
             "homogeneity": tests,
-            "scale": _scale_dependence([part for _, part in groups], samples),
+            "scale": scale_dependence([part for _, part in groups], samples),
             "same_seed": {"sd": same_sd if same_df else None, "df": same_df},
         },
     )
-
-
-def chi_square_limits(sd: float, df: float, level: float) -> tuple[float, float]:
-    """Interval of a standard deviation of normal noise."""
-    upper, lower = stats.chi2.ppf([(1 + level) / 2, (1 - level) / 2], df)
-    return sd * float(np.sqrt(df / upper)), sd * float(np.sqrt(df / lower))
-
-
-def homogeneity(samples: Sequence[Floats]) -> dict[str, float | None]:
-    """p of Levene's (median) and Bartlett's tests of equal variances, and Shapiro's of normal scaled residuals."""
-    usable = [s for s in samples if len(s) > 2 and np.ptp(s) > 0]
-    if len(usable) < 2:
-        return {"levene_p": None, "bartlett_p": None, "shapiro_p": None}
-    scaled = np.concatenate([(s - s.mean()) / np.std(s, ddof=1) for s in usable])
-    return {
-        "levene_p": float(stats.levene(*usable, center="median").pvalue),
-        "bartlett_p": float(stats.bartlett(*usable).pvalue),
-        "shapiro_p": float(stats.shapiro(scaled[:5000]).pvalue),
-    }
 
 
 def noise_power(
@@ -285,33 +268,6 @@ def _describe(key: Any, columns: Sequence[str], sample: Floats, level: float) ->
         "sd": sd,
         "low": low,
         "high": high,
-    }
-
-
-def _scale_dependence(parts: Sequence[pd.DataFrame], samples: Sequence[Floats]) -> dict[str, Any]:
-    """Slope of log SD on log of the first of C, N, D there is, weighted by degrees of freedom."""
-    name = next((n for n in ("C", "N", "D") if all(n in p.columns and p[n].notna().all() for p in parts)), None)
-    usable = [k for k, s in enumerate(samples) if np.ptp(s) > 0]
-    if name is None or len(usable) < 3:
-        return {"variable": name, "slope": None, "p": None}
-    x = np.array([float(np.mean(np.log(numbers(parts[k], name)))) for k in usable])
-    if len(set(group_near(np.exp(x)))) < 2:
-        return {"variable": name, "slope": None, "p": None}
-    df = np.array([len(samples[k]) - 1 for k in usable], dtype=np.float64)
-    y = np.array([np.log(np.std(samples[k], ddof=1)) for k in usable])
-    # log of an SD with v degrees of freedom is biased by (digamma(v/2) - log(v/2))/2 and has variance trigamma(v/2)/4.
-    from scipy.special import digamma, polygamma
-
-    y = y - 0.5 * (digamma(df / 2) - np.log(df / 2))
-    w = 4 / polygamma(1, df / 2)
-    centred = x - np.sum(w * x) / np.sum(w)
-    slope = float(np.sum(w * centred * y) / np.sum(w * centred**2))
-    error = float(1 / np.sqrt(np.sum(w * centred**2)))
-    return {
-        "variable": name,
-        "slope": slope,
-        "standard_error": error,
-        "p": float(2 * stats.norm.sf(abs(slope) / error)),
     }
 
 

@@ -146,7 +146,7 @@ def dunnett(t: Sequence[float], df: float, *, correlation: float = 0.5) -> list[
 
 
 def expected_best(k: int) -> float:
-    """Expected largest of ``k`` standard normals: what the best of ``k`` equal methods gains by luck, in standard errors.
+    """Expected largest of ``k`` standard normals: the luck of the best of ``k`` equal methods, in standard errors.
 
     >>> round(expected_best(5), 4)
     1.163

@@ -14,7 +14,8 @@ from scipy import optimize, special, stats
 
 from scaling.errors import FitError, UsageError
 
-# Gauss-Legendre nodes: four panels of them give the power to 1e-9 (checked against scipy's noncentral t where that works).
+# Gauss-Legendre nodes: four panels of them give the power to 1e-9 (checked against scipy's noncentral t where that
+# works).
 _NODES, _WEIGHTS = np.polynomial.legendre.leggauss(48)
 
 

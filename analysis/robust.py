@@ -18,8 +18,10 @@ Floats = NDArray[np.float64]
 LossName = Literal["huber", "l1", "l2"]
 LOSSES: tuple[str, ...] = ("huber", "l1", "l2")
 
-# Share of the residuals' spread at which an absolute value is rounded off, so that Newton steps exist. The optimum moves
-# by less than this share of the spread (measured on the 240 Chinchilla points: 6 digits agree with the vertex solution).
+# Share of the residuals' spread at which an absolute value is rounded off, so that Newton steps exist. The optimum
+# moves
+# by less than this share of the spread (measured on the 240 Chinchilla points: 6 digits agree with the vertex
+# solution).
 L1_ROUNDING = 1e-5
 
 

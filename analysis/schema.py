@@ -35,7 +35,7 @@ COLUMNS: Final[dict[str, str]] = {
     "val_loss_se": "float64",  # standard error over documents of the held-out set
     "val_bpb": "float64",  # bits a byte
     "val_loss_tail": "float64",  # mean of the last evaluations
-    "status": "string",  # done, diverged, failed, cancelled, running, unknown
+    "status": "string",  # done, diverged, failed, cancelled, running, scheduled, unknown
     "schedule_finished": "boolean",
     "precision": "string",
     "data_fingerprint": "string",

@@ -7,23 +7,21 @@ what that many seeds can show at all.
 
 from __future__ import annotations
 
-import warnings
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy import stats
 
+from scaling.analysis.cautions import mixed_budgets, refuse
 from scaling.analysis.cells import Cell, make_cells, paired, pick_methods, pooled_sd, seed_correlation
 from scaling.analysis.checklist import describe_dropped, describe_seeds, make_checklist
+from scaling.analysis.mixed import mixed_model
+from scaling.analysis.multiplicity import correct
 from scaling.analysis.paired import (
     TTest,
-    benjamini_hochberg,
-    dunnett,
-    expected_best,
     hodges_lehmann,
-    holm,
     paired_t,
     sign_flip,
     t_summary,
@@ -32,7 +30,6 @@ from scaling.analysis.paired import (
 from scaling.analysis.power import detectable_paired
 from scaling.analysis.result import Caution, Interval, Result
 from scaling.analysis.screen import Screened, screen
-from scaling.analysis.speedup import mixed_budgets, refuse
 from scaling.errors import FitError, UsageError
 
 if TYPE_CHECKING:
@@ -94,7 +91,7 @@ def compare_seeds(
             )
         except FitError as error:
             out[name] = refuse("compare seeds", str(error), screened)
-    return _correct(out)
+    return correct(out)
 
 
 def _compare(
@@ -109,7 +106,8 @@ def _compare(
     common = [s for s in baseline if s in method]
     if not common:
         raise FitError(
-            f"no-common-scale: baseline has {', '.join(baseline)}; the method has {', '.join(method)}: nothing to compare"
+            f"no-common-scale: baseline has {', '.join(baseline)}; the method has {', '.join(method)}: nothing to "
+            "compare"
         )
     arms = [(method[s], baseline[s]) for s in common]
     pairs = [paired(m, b) for m, b in arms]
@@ -245,40 +243,9 @@ def _homogeneity(cells: list[Cell]) -> float | None:
     return float(stats.levene(*groups, center="median").pvalue)
 
 
-def mixed_model(arms: list[tuple[Cell, Cell]], pairs: list[tuple[Floats, Floats]]) -> dict[str, Any]:
-    """Random-intercept model of the pair differences over scales: does the mean differ when scales are a sample?"""
-    d = [m - b for m, b in pairs]
-    if len(d) < 3 or sum(len(v) for v in d) < len(d) + 2:
-        return {
-            "fitted": False,
-            "reason": f"{len(d)} scales with {sum(len(v) for v in d)} pairs: needs 3 scales and some seeds",
-        }
-    from statsmodels.regression.mixed_linear_model import MixedLM
-
-    values = np.concatenate(d)
-    groups = np.repeat([m.scale for m, _ in arms], [len(v) for v in d])
-    size = float(np.std(values)) or 1.0
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        try:
-            found = MixedLM(values / size, np.ones((len(values), 1)), groups=groups).fit(reml=True)
-        except (np.linalg.LinAlgError, ValueError) as error:
-            return {"fitted": False, "reason": str(error)}
-    return {
-        "fitted": True,
-        "converged": bool(found.converged),
-        "delta": float(found.params[0]) * size,
-        "standard_error": float(found.bse[0]) * size,
-        "sd_between_scales": float(np.sqrt(max(float(np.asarray(found.cov_re)[0, 0]), 0.0))) * size,
-        "sd_within": float(np.sqrt(found.scale)) * size,
-        "p": float(2 * stats.t.sf(abs(float(found.params[0] / found.bse[0])), len(d) - 1)),
-        "df": len(d) - 1,
-        "notes": sorted({str(w.message).splitlines()[0] for w in caught}),
-    }
-
-
 def _cautions(
-    arms: list[tuple[Cell, Cell]], pairs: list[tuple[Floats, Floats]], baseline: dict[str, Cell], method: dict[str, Cell],
+    arms: list[tuple[Cell, Cell]], pairs: list[tuple[Floats, Floats]], baseline: dict[str, Cell], method: dict[str,
+    Cell],
     screened: Screened, joint: TTest | None, sd: float, details: dict[str, Any],
 ) -> list[Caution]:  # fmt: skip
     out = []
@@ -292,7 +259,8 @@ def _cautions(
     elif 2 <= smallest < 6:
         effect = detectable_paired(smallest, 0.05, 0.8)
         text = (
-            f"{smallest} seeds: the smallest two-sided sign-flip p at one scale is {2.0 ** (1 - smallest):.3g}; a paired t at one "
+            f"{smallest} seeds: the smallest two-sided sign-flip p at one scale is {2.0 ** (1 - smallest):.3g}; a "
+            "paired t at one "
             f"scale finds with 80% power only differences of {effect:.2f} SDs of the pair differences"
         )
         out.append(Caution(code="few-seeds", message=text))
@@ -307,36 +275,4 @@ def _cautions(
         text = f"cells differ in spread (Levene p {p:.2g}): the pooled SD {sd:.3g} misstates single scales"
         out.append(Caution(code="unequal-variances", message=text))
     out += mixed_budgets(screened.frame, [arms[0][0].method, arms[0][1].method])
-    return out
-
-
-def _correct(results: dict[str, Result]) -> dict[str, Result]:
-    """Add adjusted p-values over methods and what the best of them gains by luck."""
-    names = [n for n, r in results.items() if r.details.get("joint")]
-    if not names:
-        return results
-    p = [float(results[n].details["joint"]["p"]) for n in names]
-    t = [float(results[n].estimate["delta"] / max(results[n].standard_error["delta"], 1e-300)) for n in names]
-    df = min(float(results[n].details["joint"]["df"]) for n in names)
-    adjusted = {"holm": holm(p), "benjamini_hochberg": benjamini_hochberg(p), "dunnett": dunnett(t, df)}
-    luck = expected_best(len(names))
-    best = min(names, key=lambda n: results[n].estimate["delta"])
-    out = dict(results)
-    for k, n in enumerate(names):
-        result = results[n]
-        # The baseline's share of the variance is common to all methods: luck acts on the method's own half.
-        gain = float(luck * result.standard_error["delta"] / np.sqrt(2))
-        extra = {
-            "methods": len(names),
-            "p": p[k],
-            **{name: values[k] for name, values in adjusted.items()},
-            "best": n == best,
-            "expected_luck_of_best": gain,
-            "delta_corrected_for_selection": result.estimate["delta"] + (gain if n == best else 0.0),
-        }
-        cautions = result.warnings
-        if n == best and len(names) > 1:
-            text = f"best of {len(names)} methods: equal ones would show a gain of {gain:.3g} by luck; confirm with fresh seeds"
-            cautions = (*cautions, Caution(code="best-of-k", message=text))
-        out[n] = replace(result, warnings=cautions, details={**result.details, "multiplicity": extra})
     return out

@@ -3,7 +3,8 @@
 Between ``model`` and ``fit``/``uncertainty``. Each refit has its own weights (a resample is a vector of counts over the
 same rows) or its own losses (a parametric draw). A refit first takes steps of reweighted least squares, which cannot
 overshoot, while the Huber delta shrinks from the spread of its residuals to the one asked for; then exact Newton steps.
-Convergence is the solver's own test on the gradient relative to the objective: no tolerance is absolute, so an objective
+Convergence is the solver's own test on the gradient relative to the objective: no tolerance is absolute, so an
+objective
 of 1e-3 or 1e-9 is minimised as well as one of 1 (scipy's L-BFGS-B divides by ``max(|f|, 1)`` and stops at its start).
 
 Shapes: R refits, n rows, P parameters, in the solver's units of ``model``.
@@ -93,19 +94,23 @@ def minimise(
     phi = np.clip(start_RP, goal.low_P, goal.high_P)
     delta_R = _deltas(model, phi, y_Rn, w_Rn, goal)
     for scale_R, limit in _stages(model, phi, y_Rn, w_Rn, goal, delta_R, warm=warm):
-        solution = _newton(model, y_Rn, w_Rn, phi, goal, scale_R, limit, race=race)
+        # Trial steps of hopeless starts may overflow; they are rejected.
+        with np.errstate(over="ignore", invalid="ignore"):
+            solution = _newton(model, y_Rn, w_Rn, phi, goal, scale_R, limit, race=race)
         phi = solution.phi_RP
     return solution
 
 
 def vertex(model: Model, y_n: Floats, w_n: Floats, phi_P: Floats, *, log: bool) -> Floats:
-    """Exact least-absolute-value optimum next to a rounded one: the law passes through as many rows as it has parameters.
+    """Exact least-absolute-value optimum near a rounded one: the law passes through as many rows as parameters.
 
     Returns ``phi_P`` itself where no such point is better.
     """
     best, size = phi_P, len(phi_P)
     lowest = float(np.sum(w_n * np.abs(residuals(model, phi_P[None], y_n[None], log=log))))
-    rows = np.argsort(np.abs(residuals(model, phi_P[None], y_n[None], log=log)[0]), kind="stable")[:size]
+    rows = _independent_rows(model, phi_P, np.abs(residuals(model, phi_P[None], y_n[None], log=log)[0]))
+    if len(rows) < size:
+        return best
     phi = phi_P.copy()
     for _ in range(12):
         f_Rn, _ = model.prepare(phi[None])
@@ -119,6 +124,26 @@ def vertex(model: Model, y_n: Floats, w_n: Floats, phi_P: Floats, *, log: bool) 
         if there < lowest:
             best = phi
     return best
+
+
+def _independent_rows(model: Model, phi_P: Floats, size_n: Floats) -> NDArray[np.intp]:
+    """The rows of smallest residual that determine the parameters; copies of a row add nothing."""
+    jacobian = model.jacobian(phi_P[None])[0]
+    jacobian = jacobian / np.maximum(np.linalg.norm(jacobian, axis=1, keepdims=True), 1e-300)
+    found: list[int] = []
+    basis: list[Floats] = []
+    for row in np.argsort(size_n, kind="stable"):
+        rest = jacobian[row].copy()
+        for _ in range(2):
+            for b in basis:
+                rest = rest - (rest @ b) * b
+        length = float(np.linalg.norm(rest))
+        if length > 1e-9:
+            found.append(int(row))
+            basis.append(rest / length)
+        if len(found) == len(phi_P):
+            break
+    return np.array(found, dtype=np.intp)
 
 
 def _deltas(model: Model, phi: Floats, y: Floats, w: Floats, goal: Goal) -> Floats:

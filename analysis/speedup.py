@@ -1,6 +1,7 @@
 """How much less a method costs at equal loss.
 
-After ``cells`` and ``inversion``: at each scale i the method's mean loss is read off the baseline's fitted law as a cost,
+After ``cells`` and ``inversion``: at each scale i the method's mean loss is read off the baseline's fitted law as a
+cost,
 ``s_i = C_b(L_m(C_i)) / C_i``; the headline is the geometric mean over scales. The interval is the delta method with the
 pooled standard deviation within cells and t (simulated coverage 95%), beside a two-level bootstrap that keeps pairs of
 seeds. One currency a result: FLOPs, tokens, wall seconds or GPU-hours, never mixed.
@@ -16,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import stats
 
+from scaling.analysis.cautions import extrapolation, refuse, speedup_cautions
 from scaling.analysis.cells import make_cells, pick_methods
 from scaling.analysis.checklist import describe_dropped, describe_seeds, make_checklist
 from scaling.analysis.inversion import Inverse, fit_baseline
@@ -47,35 +49,6 @@ CURRENCIES = {
     "gpu_hours": ("gpu_seconds", 3600.0),
 }
 INVERSIONS = ("law", "chord")
-# Cost beyond the baseline's range from which an extrapolation is called far.
-FAR = 10.0
-
-
-def budget_invariant_speedup(loss_worse: float, loss_better: float, *, asymptote: float, exponent: float) -> float:
-    """Speedup between two runs of equal cost on laws that differ in their amplitude only.
-
-    >>> round(budget_invariant_speedup(3.0, 2.9, asymptote=1.6, exponent=0.15), 4)
-    1.6389
-
-    References
-    ----------
-    ``s = ((L_worse - E) / (L_better - E)) ** (1 / a)``, from ``L = E + A C^-a``; it does not depend on the cost.
-    """
-    if loss_better <= asymptote:
-        raise FitError(f"loss {loss_better:g} is not above the asymptote {asymptote:g}: no finite cost reaches it")
-    return float(((loss_worse - asymptote) / (loss_better - asymptote)) ** (1.0 / exponent))
-
-
-def parse_asymptote(text: str) -> str | float:
-    """``auto``, ``free``, ``shared`` or a number.
-
-    >>> parse_asymptote("1.8")
-    1.8
-    """
-    try:
-        return float(text)
-    except ValueError:
-        return text
 
 
 def compare_speedup(
@@ -97,7 +70,8 @@ def compare_speedup(
     Parameters
     ----------
     table
-        Runs with ``method``, ``loss`` and the currency's column (C, D, wall_time_s or gpu_seconds); ``size`` and ``seed``
+        Runs with ``method``, ``loss`` and the currency's column (C, D, wall_time_s or gpu_seconds); ``size``
+        and ``seed``
         where there are any.
     baseline, method
         The baseline, and one method (all others by default).
@@ -152,22 +126,6 @@ def compare_speedup(
     return out
 
 
-def refuse(kind: str, text: str, screened: Screened, **conventions: str) -> Result:
-    """A result that says why there is none; the code is the text's first word where that ends with a colon."""
-    code, _, rest = text.partition(": ")
-    known = rest and " " not in code
-    caution = Caution(code=code if known else "refused", message=rest if known else text)
-    return Result(
-        kind=kind,
-        estimate={},
-        n=len(screened.frame),
-        status="refused",
-        conventions=conventions,
-        warnings=(*screened.cautions, caution),
-        dropped=screened.dropped,
-    )
-
-
 def _compare(
     arms: Arms, screened: Screened, frame: pd.DataFrame, *, currency: str, level: float, asymptote: str | float,
     noise_sd: float | None, inversion: str, draws: int, rng: np.random.Generator,
@@ -190,7 +148,10 @@ def _compare(
     usable = np.isfinite(log_s)
     if not np.all(usable):
         names = ", ".join(c.scale for c, ok in zip(arms.method, usable, strict=True) if not ok)
-        text = f"at {names} the method's loss is below the baseline's asymptote {inverse.curve['E']:.6g}: no finite cost, left out"
+        text = (
+            f"at {names} the method's loss is below the baseline's asymptote {inverse.curve['E']:.6g}: no finite "
+            "cost, left out"
+        )
         cautions.append(Caution(code="below-asymptote", message=text))
     if not np.any(usable):
         raise FitError(
@@ -207,74 +168,12 @@ def _compare(
     mean = float(weights @ np.where(usable, log_s, 0.0))
     trend = float(contrast @ np.where(usable, log_s, 0.0) * np.log(10.0)) if contrast is not None else float("nan")
     boot = bootstrap(inverse, arms, noise, usable, costs, draws, rng) if draws > 1 and inversion == "law" else None
-    cautions += _cautions(arms, inverse, log_s, usable, noise, frame)
+    cautions += speedup_cautions(arms, inverse, log_s, usable, noise, frame)
     return _result(
-        arms, screened, frame, inverse, noise, cautions, currency=currency, level=level, log_s=log_s, usable=usable, cov=cov,
+        arms, screened, frame, inverse, noise, cautions, currency=currency, level=level, log_s=log_s,
+        usable=usable, cov=cov,
         weights=weights, contrast=contrast, mean=mean, trend=trend, boot=boot, inversion=inversion,
     )  # fmt: skip
-
-
-def _cautions(
-    arms: Arms, inverse: Inverse, log_s: Floats, usable: Bools, noise: Noise, frame: pd.DataFrame
-) -> list[Caution]:
-    out = []
-    missing = [c.scale for c in arms.method if c.scale not in {b.scale for b in arms.baseline}]
-    if missing:
-        text = f"baseline {arms.baseline[0].method!r} has no run at {', '.join(missing)}: its cost there comes from its law alone"
-        out.append(Caution(code="baseline-missing-at-scale", message=text))
-    factors = _extrapolation(arms, log_s)
-    beyond = [f"{c.scale} ({f:.3g}x)" for c, f, ok in zip(arms.method, factors, usable, strict=True) if ok and f > 1]
-    if beyond:
-        text = f"the baseline's law is extrapolated beyond its largest or smallest cost at {', '.join(beyond)}"
-        out.append(Caution(code="extrapolated", message=text))
-    if np.any(factors[usable] > FAR):
-        text = f"the baseline's law is extrapolated more than {FAR:g}x: the speedup there is a guess; run the backtest"
-        out.append(Caution(code="extrapolation-10x", message=text))
-    if noise.df == 0 or np.isnan(noise.sd):
-        text = "one seed a cell, no given noise floor and no degrees of freedom left by the law: no interval"
-        out.append(Caution(code="no-degrees-of-freedom", message=text))
-    elif noise.source == "lack of fit":
-        text = f"one seed a cell: the noise is taken from the lack of fit of the laws ({noise.df:g} df); a noise floor is better"
-        out.append(Caution(code="one-seed", message=text))
-    elif noise.source == "pooled cells" and noise.df < 4:
-        text = f"seed noise rests on {noise.df:g} degrees of freedom: the interval is wide and depends on normal noise"
-        out.append(Caution(code="few-seeds", message=text))
-    if np.sum(usable) < 3:
-        text = f"{int(np.sum(usable))} scale{'s' * (np.sum(usable) != 1)} of the method: no trend can be tested"
-        out.append(Caution(code="few-scales", message=text))
-    if inverse.curve["E"] < 1e-5 * min(c.mean for c in arms.cells):
-        text = (
-            "the fitted asymptote is zero: the data show no curvature in log loss; extrapolated speedups depend on that"
-        )
-        out.append(Caution(code="bound-hit", message=text))
-    out += mixed_budgets(frame, [arms.baseline[0].method, arms.method[0].method])
-    return out
-
-
-def mixed_budgets(frame: pd.DataFrame, methods: list[str]) -> list[Caution]:
-    """Caution where methods of one scale were trained on different numbers of tokens."""
-    if "D" not in frame.columns or frame["D"].isna().any():
-        return []
-    from scaling.analysis.cells import scale_labels
-
-    part = frame[frame["method"].isin(methods)]
-    tokens = part.assign(_scale=scale_labels(part)).groupby("_scale")["D"].agg(["min", "max"])
-    mixed = [str(s) for s in tokens.index[tokens["max"] > 1.01 * tokens["min"]]]
-    if not mixed:
-        return []
-    return [
-        Caution(
-            code="mixed-token-budgets",
-            message=f"runs of one scale saw different numbers of tokens at {', '.join(mixed)}",
-        )
-    ]
-
-
-def _extrapolation(arms: Arms, log_s: Floats) -> Floats:
-    """How far outside the baseline's costs each inverted cost lies, as a factor of at least 1."""
-    cost = log_s + np.log([c.x for c in arms.method])
-    x = np.log([c.x for c in arms.baseline])
-    return np.asarray(np.exp(np.maximum(np.maximum(cost - x.max(), x.min() - cost), 0.0)), dtype=np.float64)
 
 
 def _result(
@@ -305,7 +204,10 @@ def _result(
             level=level, method=f"two-level bootstrap keeping pairs, {name}", low=low, high=high
         )
     if trend_p < 0.05:
-        text = f"log speedup changes by {trend:.3g} a decade of cost (p {trend_p:.2g}): one number does not describe this method"
+        text = (
+            f"log speedup changes by {trend:.3g} a decade of cost (p {trend_p:.2g}): one number does not describe "
+            "this method"
+        )
         cautions.append(Caution(code="trend", message=text))
     rows = frame[frame["method"].isin([arms.baseline[0].method, arms.method[0].method])]
     entries = {
@@ -354,7 +256,7 @@ def _details(
     quantile: float,
     trend_p: float,
 ) -> dict[str, Any]:
-    factors = _extrapolation(arms, log_s)
+    factors = extrapolation(arms, log_s)
     by_scale = {c.scale: c for c in arms.baseline}
     scales = []
     for i, cell in enumerate(arms.method):

@@ -1,7 +1,8 @@
 """Starting points of a law computed from the data, so that no user has to guess one.
 
 Between ``laws`` and ``solver``. Given the exponents, a sum of power terms is linear in its amplitudes; so each point of
-a coarse grid of exponents has its best amplitudes in closed form (variable projection, Golub and Pereyra 1973). Rows are
+a coarse grid of exponents has its best amplitudes in closed form (variable projection, Golub and Pereyra 1973). Rows
+are
 weighted by 1/L**2, which makes squares of the loss stand for squares of its logarithm. The best cells of that grid that
 are not neighbours are the starts.
 """
@@ -69,7 +70,7 @@ def variable_projection(law: PowerSum, x: Mapping[str, Floats], y_n: Floats, w_n
 
 
 def exponent_grid(points: int, dimensions: int) -> Floats:
-    """All combinations of ``points`` exponents from 0.03 to 1.6 in geometric steps, shape (points**dimensions, dims)."""
+    """All combinations of ``points`` exponents from 0.03 to 1.6 in geometric steps, shape (points**d, d)."""
     axis = np.geomspace(0.03, 1.6, points)
     return np.array(list(product(axis, repeat=dimensions)), dtype=np.float64)
 
@@ -79,7 +80,8 @@ def _amplitudes(
 ) -> tuple[Floats, Floats]:
     """Non-negative least squares of 1 on the terms, for all grid points at once, by trying every set of terms.
 
-    ``tables[t]`` holds term t at each distinct value of its own exponents, ``places[t]`` which of them a grid point has.
+    ``tables[t]`` holds term t at each distinct value of its own exponents, ``places[t]`` which of them a grid
+    point has.
     """
     terms, points = len(tables), len(places[0])
     gram_GTT = np.empty((points, terms, terms))

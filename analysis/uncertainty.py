@@ -27,10 +27,9 @@ from numpy.typing import NDArray
 from scipy import stats
 
 from scaling.analysis.certify import Fitted
-from scaling.analysis.model import bind
 from scaling.analysis.result import Interval
-from scaling.analysis.robust import curvature, huber, slope
-from scaling.analysis.solver import Goal, minimise
+from scaling.analysis.robust import curvature, slope
+from scaling.analysis.solver import minimise
 
 Floats = NDArray[np.float64]
 
@@ -51,7 +50,7 @@ class Draws:
 
 
 def refit(fitted: Fitted, blocks: Iterator[tuple[Floats | None, Floats | None]]) -> Draws:
-    """Refit from the full fit for each draw; a block gives losses (R, n), weights (R, n), or ``None`` for the data's."""
+    """Refit from the full fit for each draw; a block gives losses (R, n), weights (R, n), or ``None``."""
     natural, converged, objective = [], [], []
     for y_Rn, w_Rn in blocks:
         count = len(y_Rn if y_Rn is not None else w_Rn)  # type: ignore[arg-type]
@@ -145,13 +144,13 @@ def percentile_interval(fitted: Fitted, draws: Draws, level: float, method: str)
     """Quantiles of the draws that converged."""
     kept = draws.natural_RP[draws.converged_R]
     low, high = np.quantile(kept, [(1 - level) / 2, (1 + level) / 2], axis=0)
-    return _interval(fitted, low, high, level, method)
+    return make_interval(fitted, low, high, level, method)
 
 
 def t_interval(fitted: Fitted, draws: Draws, df: float, level: float, method: str) -> Interval:
-    """Estimate plus or minus t times the SD of the draws, amplitudes and E on a log scale (few-seed draws are too narrow)."""
+    """Estimate plus or minus t times the SD of the draws, amplitudes and E on a log scale."""
     kept = draws.natural_RP[draws.converged_R]
-    logs = _log_parameters(fitted)
+    logs = log_parameters(fitted)
     draws_RP = np.where(logs, np.log(np.maximum(kept, 1e-300)), kept)
     return _symmetric(fitted, np.std(draws_RP, axis=0, ddof=1), df, level, method)
 
@@ -194,10 +193,10 @@ def covariance(fitted: Fitted, clusters: Sequence[object] | None = None) -> Floa
 
 def delta_interval(fitted: Fitted, level: float, clusters: Sequence[object] | None = None) -> tuple[Interval, Floats]:
     """Sandwich covariance and t; also the standard errors in natural units."""
-    restored = _restored(fitted, covariance(fitted, clusters))
+    cov_PP = restored(fitted, covariance(fitted, clusters))
     df = fitted.df if clusters is None else len(set(map(str, clusters))) - len(fitted.phi_P)
-    sd = np.sqrt(np.maximum(np.diag(restored), 0.0))
-    natural = np.where(_log_parameters(fitted), sd * fitted.natural_P, sd)
+    sd = np.sqrt(np.maximum(np.diag(cov_PP), 0.0))
+    natural = np.where(log_parameters(fitted), sd * fitted.natural_P, sd)
     name = "delta, t" if clusters is None else "delta, clusters, t"
     return _symmetric(fitted, sd, max(df, 1), level, name), natural
 
@@ -206,82 +205,6 @@ def dispersion(fitted: Fitted) -> float:
     """Scale in which twice a rise of the objective is a chi-square of 1 degree of freedom (s**2 for squares)."""
     push = _push(fitted)
     return float(np.sum(fitted.w_n * push**2) / max(fitted.df, 1) / _mean_curvature(fitted))
-
-
-def profile_interval(fitted: Fitted, level: float) -> Interval:
-    """Where fixing one parameter and refitting the rest raises the objective to the F quantile.
-
-    A limit is infinite (or 0 for positive parameters) where the objective never rises that far.
-    """
-    threshold = 0.5 * dispersion(fitted) * float(stats.f.ppf(level, 1, max(fitted.df, 1)))
-    logs = _log_parameters(fitted)
-    model = bind(
-        fitted.model.law, fitted.model.x, groups=_row_groups(fitted), shared=_shared(fitted), centred=False
-    )  # fmt: skip
-    theta = fitted.model.from_solver(fitted.phi_P[None])[0]
-    sd = np.sqrt(np.maximum(np.diag(_restored(fitted, covariance(fitted))), 1e-16))
-    low, high = np.empty(len(theta)), np.empty(len(theta))
-    for k in range(len(theta)):
-        for side, out in ((-1.0, low), (1.0, high)):
-            edge = _crossing(fitted, model.parameters, k, side, sd[k], threshold)
-            out[k] = np.exp(edge) if logs[k] else edge
-    return _interval(fitted, low, high, level, "profile, F")
-
-
-def _crossing(fitted: Fitted, names: list[str], k: int, side: float, sd: float, threshold: float) -> float:
-    """Walk out from the optimum in steps of half an SD, then bisect; the solver holds one linear combination fixed."""
-    model = fitted.model
-    theta = model.from_solver(fitted.phi_P[None])[0]
-    at, start, inside = theta[k], theta, 0.0
-    outside: float | None = None
-    step = 0.5 * max(sd, 1e-6)
-    for _ in range(60):
-        reach = (inside + step) if outside is None else 0.5 * (inside + outside)
-        rise, found = _held(fitted, start, k, at + side * reach)
-        if rise > threshold:
-            outside = reach
-        else:
-            inside, start = reach, found
-            step *= 1.5 if outside is None else 1.0
-        if outside is not None and outside - inside < 1e-5 * max(sd, 1e-12):
-            return float(at + side * 0.5 * (inside + outside))
-        if outside is None and reach > 60 * max(sd, 1e-6):
-            return side * np.inf
-    return float(at + side * inside)
-
-
-def _held(fitted: Fitted, start_theta: Floats, k: int, value: float) -> tuple[float, Floats]:
-    """Rise of the objective with parameter ``k`` (in the law's own units) held at ``value``, and where it ends."""
-    held = bind(
-        fitted.model.law, fitted.model.x, groups=_row_groups(fitted), shared=_shared(fitted), centred=False
-    )  # fmt: skip
-    theta = start_theta.copy()
-    theta[k] = value
-    low = np.full(len(theta), -60.0)
-    high = np.full(len(theta), 400.0)
-    low[k] = high[k] = value
-    goal = Goal(loss=fitted.goal.loss, delta=fitted.goal.delta, log=fitted.goal.log, low_P=low, high_P=high)
-    found = minimise(held, fitted.y_n[None], fitted.w_n[None], theta[None], goal, warm=True)
-    return float(found.objective_R[0] - _smooth_objective(fitted)), found.phi_RP[0]
-
-
-def _smooth_objective(fitted: Fitted) -> float:
-    if fitted.goal.loss == "l1":
-        return fitted.objective
-    return float(np.sum(fitted.w_n * huber(fitted.residual_n, fitted.delta)))
-
-
-def _row_groups(fitted: Fitted) -> list[str] | None:
-    if len(fitted.model.rows) == 1:
-        return None
-    groups = np.empty(fitted.model.n, dtype=object)
-    for label, rows in zip(fitted.model.labels, fitted.model.rows, strict=True):
-        groups[rows] = label
-    return [str(g) for g in groups]
-
-
-def _shared(fitted: Fitted) -> list[str]:
-    return [s.name for s in fitted.model.slots if s.group is None]
 
 
 def _push(fitted: Fitted) -> Floats:
@@ -309,12 +232,12 @@ def _mean_curvature(fitted: Fitted) -> float:
     return max(float(np.sum(fitted.w_n * _row_curvature(fitted)) / np.sum(fitted.w_n)), 1e-6)
 
 
-def _log_parameters(fitted: Fitted) -> NDArray[np.bool_]:
+def log_parameters(fitted: Fitted) -> NDArray[np.bool_]:
     kinds = {p.name: p.is_log for p in fitted.model.law.parameters}
     return np.array([kinds[s.name] for s in fitted.model.slots])
 
 
-def _restored(fitted: Fitted, cov_PP: Floats) -> Floats:
+def restored(fitted: Fitted, cov_PP: Floats) -> Floats:
     """Covariance in the law's own units (amplitudes at x = 1, in logarithms)."""
     size = len(fitted.phi_P)
     move = fitted.model.from_solver(np.eye(size)).T
@@ -325,14 +248,14 @@ def _restored(fitted: Fitted, cov_PP: Floats) -> Floats:
 def _symmetric(fitted: Fitted, sd_P: Floats, df: float, level: float, method: str) -> Interval:
     theta = fitted.model.from_solver(fitted.phi_P[None])[0]
     half = float(stats.t.ppf((1 + level) / 2, df)) * sd_P
-    logs = _log_parameters(fitted)
+    logs = log_parameters(fitted)
     with np.errstate(over="ignore"):
         low = np.where(logs, np.exp(theta - half), theta - half)
         high = np.where(logs, np.exp(theta + half), theta + half)
-    return _interval(fitted, low, high, level, method)
+    return make_interval(fitted, low, high, level, method)
 
 
-def _interval(fitted: Fitted, low: Floats, high: Floats, level: float, method: str) -> Interval:
+def make_interval(fitted: Fitted, low: Floats, high: Floats, level: float, method: str) -> Interval:
     names = fitted.model.parameters
     return Interval(
         level=level,

@@ -18,14 +18,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from scaling.errors import KernelError
-from scaling.kernels.gather import gather, gather_group, query_gradient, receive
-from scaling.kernels.pull import pull, pull_group
-from scaling.kernels.schedule import MAX_GROUP_SITES, MAX_GROUP_SOURCES, Ledger, Plan, grouping
+from scaling.kernels.backward import BackwardStep
+from scaling.kernels.gather import receive
+from scaling.kernels.pull import pull
+from scaling.kernels.pull_group import pull_group
+from scaling.kernels.schedule import Ledger, Plan, grouping
 from scaling.kernels.tile import head_fold
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -66,17 +67,17 @@ class SourceBank:
         num_sites, width = query_SD.shape
         if width % heads or width % 16 or source_TD.shape[-1] != width:
             raise KernelError(
-                f"source bank: width {source_TD.shape[-1]} with queries of {width} and {heads} heads; the width must be "
-                "the queries', a multiple of 16 and of the heads; choose other heads"
+                f"source bank: width {source_TD.shape[-1]} with queries of {width} and {heads} heads; the width must "
+                "be the queries', a multiple of 16 and of the heads; choose other heads"
             )
         if source_TD.dtype not in _DTYPES or num_sites > _MAX_SITES:
             raise KernelError(
-                f"source bank: {source_TD.dtype} with {num_sites} sites; allowed are float32, bfloat16, float16 and up to "
-                f"{_MAX_SITES} sites; use the reference"
+                f"source bank: {source_TD.dtype} with {num_sites} sites; allowed are float32, bfloat16, float16 and up "
+                f"to {_MAX_SITES} sites; use the reference"
             )
         head_width = width // heads
         if group is None or head_width > 256:
-            group = grouping(num_sites, head_width)
+            group = grouping(head_width)
         plan = Plan(num_sites=num_sites, block=block, group=group)
         self._heads, self._eps, self._block, self._group = heads, eps, block, group
         with torch.no_grad():
@@ -99,7 +100,7 @@ class SourceBank:
         return self._run(site, source_BTD, gain_D, norm_eps)[1]
 
     def _run(self, site: int, source_BTD: Tensor, gain_D: Tensor | None, norm_eps: float) -> tuple[Tensor, Tensor]:
-        source_TD = source_BTD.flatten(0, -2)
+        source_TD = source_BTD.flatten(0, -2).to(self._bank.dtype)
         self._token, mixed_TD, normed_TD, _ = torch.ops.isoloss.bank_site(
             self._token, source_TD, self._bank, self._factor, self._lse, self._query, gain_D,
             site, self._heads, self._eps, norm_eps,
@@ -139,9 +140,7 @@ def _open_fake(
     )
 
 
-@torch.library.custom_op(
-    "isoloss::bank_begin", mutates_args=(), schema="(Tensor query, Tensor bank) -> Tensor"
-)
+@torch.library.custom_op("isoloss::bank_begin", mutates_args=(), schema="(Tensor query, Tensor bank) -> Tensor")
 def _begin(query: Tensor, bank: Tensor) -> Tensor:
     return query.new_zeros(1, dtype=torch.float32)
 
@@ -255,7 +254,8 @@ def _site_fake(
     "isoloss::bank_site_backward",
     mutates_args=(),
     schema="(Tensor token_gradient, Tensor incoming, Tensor output, Tensor output_factor, Tensor? source, Tensor bank, "
-    "Tensor factor, Tensor lse, Tensor query, Tensor? gain, int site, int heads, float eps) -> (Tensor, Tensor, Tensor)",
+    "Tensor factor, Tensor lse, Tensor query, Tensor? gain, int site, int heads, float eps) "
+    "-> (Tensor, Tensor, Tensor)",
 )
 def _site_backward(
     token_gradient: Tensor,
@@ -288,7 +288,7 @@ def _site_backward(
         gain_D=gain,
     )
     result = torch.empty_like(output)
-    step = _BackwardStep(ledger, bank, factor, lse, query, eps)
+    step = BackwardStep(ledger, bank, factor, lse, query, eps)
     if ledger.plan.block == 1:
         step.full(site, result)
     else:
@@ -302,8 +302,8 @@ def _site_backward(
 
 @_site_backward.register_fake
 def _site_backward_fake(
-    token_gradient: Tensor, incoming: Tensor, output: Tensor, output_factor: Tensor, source: Tensor | None, bank: Tensor,
-    factor: Tensor, lse: Tensor, query: Tensor, gain: Tensor | None, site: int, heads: int, eps: float,
+    token_gradient: Tensor, incoming: Tensor, output: Tensor, output_factor: Tensor, source: Tensor | None,
+    bank: Tensor, factor: Tensor, lse: Tensor, query: Tensor, gain: Tensor | None, site: int, heads: int, eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     gain_gradient = token_gradient.new_empty(0 if gain is None else gain.shape[0], dtype=torch.float32)
     return torch.empty_like(token_gradient), torch.empty_like(output), gain_gradient
@@ -332,166 +332,6 @@ def _site_backward_formula(
 
 
 _site.register_autograd(_site_backward_formula, setup_context=_site_setup)
-
-
-class _BackwardStep:
-    """The kernels of one site's backward pass, after ``G`` and ``delta`` of the site have been received."""
-
-    def __init__(
-        self, ledger: Ledger, bank: Tensor, factor: Tensor, lse: Tensor, query: Tensor, eps: float
-    ) -> None:
-        assert ledger.delta_STH is not None and ledger.query_gradient_PSD is not None
-        self.ledger, self.bank, self.factor, self.lse, self.query, self.eps = ledger, bank, factor, lse, query, eps
-        self.delta, self.query_gradient = ledger.delta_STH, ledger.query_gradient_PSD
-
-    def full(self, site: int, result_TD: Tensor) -> None:
-        """Blocks of 1: source ``site`` from the later sites of its group, and before that its group from all others."""
-        ledger, plan = self.ledger, self.ledger.plan
-        group = plan.backward_group(site)
-        outside = range(group.stop, plan.num_sites)
-        if outside and site == group.stop - 1:
-            if ledger.partial_KTD is None or ledger.radial_KTH is None:
-                size = max(len(group), len(plan.backward_group(0)))
-                ledger.partial_KTD = self.bank.new_empty((size, *self.bank.shape[1:]))
-                ledger.radial_KTH = self.lse.new_empty((size, *self.lse.shape[1:]))
-            for start in range(outside.start, outside.stop, MAX_GROUP_SITES):
-                sites = range(start, min(start + MAX_GROUP_SITES, outside.stop))
-                self.grouped(group, sites, ledger.partial_KTD, ledger.radial_KTH, add=start > outside.start)
-        local = site - group.start
-        shape = (len(group), len(group), *self.lse.shape[1:])
-        if plan.group > 1 and site == group.stop - 1:
-            ledger.coefficient_KMTH = self.bank.new_empty(shape)
-        coefficients = ledger.coefficient_KMTH
-        self.single(
-            value_TD=self.bank[site],
-            factor_T=self.factor[site],
-            sites=range(site, group.stop),
-            partial_TD=ledger.partial_KTD[local] if outside and ledger.partial_KTD is not None else None,
-            radial_TH=ledger.radial_KTH[local] if outside and ledger.radial_KTH is not None else None,
-            result_TD=result_TD,
-            coefficient_MTH=None if coefficients is None else coefficients[local, local:],
-        )
-        if coefficients is not None and site == group.start:
-            source_step, site_step, token_step, head_step = coefficients.stride()
-            query_gradient(
-                coefficient=coefficients,
-                steps=(token_step, head_step, site_step, source_step),
-                value_KTD=self.bank[group.start : group.stop],
-                result_PSD=self.query_gradient,
-                sites=group,
-                heads=self.lse.shape[-1],
-                triangle=True,
-            )
-            ledger.coefficient_KMTH = None
-
-    def block(self, site: int, source_TD: Tensor | None, result_TD: Tensor) -> None:
-        """Larger blocks: a running sum is read by its own site alone, a finished one by all later sites."""
-        ledger, plan = self.ledger, self.ledger.plan
-        assert source_TD is not None
-        row = plan.write_row(site)
-        sites = plan.block_sites(site)
-        older = plan.rows_before(site)
-        grouped = plan.group > 1
-        if ledger.partial_KTD is None:
-            shape = (plan.num_rows, *self.bank.shape[1:])
-            ledger.partial_KTD = self.lse.new_zeros(shape)
-            ledger.radial_KTH = self.lse.new_zeros((plan.num_rows, *self.lse.shape[1:])) if grouped else None
-        if site == sites.start and older:
-            if grouped and ledger.radial_KTH is not None:
-                for first in range(0, older, MAX_GROUP_SOURCES):
-                    rows = range(first, min(first + MAX_GROUP_SOURCES, older))
-                    partial_KTD, radial_KTH = ledger.partial_KTD[rows.start :], ledger.radial_KTH[rows.start :]
-                    for start in range(sites.start, sites.stop, MAX_GROUP_SITES):
-                        part = range(start, min(start + MAX_GROUP_SITES, sites.stop))
-                        self.grouped(rows, part, partial_KTD, radial_KTH, add=True)
-            else:
-                for index in range(older):
-                    self.single(
-                        value_TD=self.bank[index],
-                        factor_T=self.factor[index],
-                        sites=sites,
-                        partial_TD=ledger.partial_KTD[index],
-                        radial_TH=None,
-                        result_TD=ledger.partial_KTD[index],
-                    )
-        self.single(
-            value_TD=source_TD.contiguous(),
-            factor_T=None if row is None else self.factor[row],
-            sites=range(site, site + 1) if row is None else sites,
-            partial_TD=None if row is None else ledger.partial_KTD[row],
-            radial_TH=None if row is None or ledger.radial_KTH is None else ledger.radial_KTH[row],
-            result_TD=result_TD,
-        )
-
-    def single(
-        self,
-        *,
-        value_TD: Tensor,
-        factor_T: Tensor | None,
-        sites: range,
-        partial_TD: Tensor | None,
-        radial_TH: Tensor | None,
-        result_TD: Tensor,
-        coefficient_MTH: Tensor | None = None,
-    ) -> None:
-        """Gradient of one source over some sites, and those sites' query gradients unless coefficients are to be kept."""
-        slot = self.ledger.plan.gradient_slot(sites.start)
-        keep = coefficient_MTH is not None
-        if coefficient_MTH is None:
-            coefficient_MTH = self.bank.new_empty((len(sites), *self.lse.shape[1:]))
-        gather(
-            value_TD=value_TD,
-            value_factor_T=factor_T,
-            gradient_MTD=self.bank[slot : slot + len(sites)],
-            query_SD=self.query,
-            lse_STH=self.lse,
-            delta_STH=self.delta,
-            partial_TD=partial_TD,
-            partial_radial_TH=radial_TH,
-            coefficient_MTH=coefficient_MTH,
-            result_TD=result_TD,
-            sites=sites,
-            eps=self.eps,
-        )
-        if keep:
-            return
-        site_step, token_step, head_step = coefficient_MTH.stride()
-        query_gradient(
-            coefficient=coefficient_MTH,
-            steps=(token_step, head_step, site_step, 0),
-            value_KTD=value_TD[None],
-            result_PSD=self.query_gradient,
-            sites=sites,
-            heads=self.lse.shape[-1],
-        )
-
-    def grouped(self, rows: range, sites: range, partial_KTD: Tensor, radial_KTH: Tensor, *, add: bool) -> None:
-        """Contribution of some sites to a group of rows, and those sites' query gradients from them."""
-        _, tokens, heads = self.lse.shape
-        slot = self.ledger.plan.gradient_slot(sites.start)
-        values_KTD = self.bank[rows.start : rows.stop]
-        coefficient_THMK = self.bank.new_empty((tokens, heads, len(sites), len(rows)))
-        gather_group(
-            value_KTD=values_KTD,
-            factor_KT=self.factor[rows.start : rows.stop],
-            gradient_MTD=self.bank[slot : slot + len(sites)],
-            query_SD=self.query,
-            lse_STH=self.lse,
-            delta_STH=self.delta,
-            result_KTD=partial_KTD,
-            radial_KTH=radial_KTH,
-            coefficient_THMK=coefficient_THMK,
-            sites=sites,
-            add=add,
-        )
-        query_gradient(
-            coefficient=coefficient_THMK,
-            steps=coefficient_THMK.stride(),
-            value_KTD=values_KTD,
-            result_PSD=self.query_gradient,
-            sites=sites,
-            heads=heads,
-        )
 
 
 def _ledger(bank: Tensor) -> Ledger:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,8 +21,10 @@ from torch import Tensor
 
 from scaling.errors import KernelError, nearest
 from scaling.kernels.decoder import METHODS, SHAPES, VOCABULARIES, Decoder, Shape
-from scaling.kernels.gather import gather, gather_group, query_gradient, receive
-from scaling.kernels.pull import pull, pull_group
+from scaling.kernels.gather import gather, receive
+from scaling.kernels.gather_group import gather_group, query_gradient
+from scaling.kernels.pull import pull
+from scaling.kernels.pull_group import pull_group
 
 _LOG = logging.getLogger(__name__)
 _QUANTILES = (0.2, 0.5, 0.8)
@@ -128,9 +131,9 @@ def _step_rows(shape: Shape, vocabulary: int, method: str, repeats: int) -> Iter
         row["peak_bytes"] = torch.cuda.max_memory_allocated()
         row["loss"] = loss
         for update, name in ((False, "forward+backward"), (True, "forward+backward+optimiser")):
-            yield {**row, "pass": name, "launch": "eager", "ms": _events(lambda: step(update=update), repeats)}
+            yield {**row, "pass": name, "launch": "eager", "ms": _events(partial(step, update=update), repeats)}
         for update, name in ((False, "forward+backward"), (True, "forward+backward+optimiser")):
-            graph = _capture(lambda: step(update=update))
+            graph = _capture(partial(step, update=update))
             yield {**row, "pass": name, "launch": "graph", "ms": _events(graph.replay, repeats)}
             del graph
     except torch.cuda.OutOfMemoryError:
@@ -221,7 +224,8 @@ def _kernels(shape: Shape) -> Iterator[tuple[str, str, int, Callable[[], None]]]
     for rows in (0, 4, N // 2):
         yield f"pull over {rows} rows", "forward", (rows + 5) * row, lambda rows=rows: run_pull(rows)
     for rows in (_GROUP, (N - 1) // _GROUP * _GROUP - _GROUP):
-        yield f"pull_group of {_GROUP} over {rows} rows", "forward", (rows + _GROUP) * row, lambda rows=rows: pull_group(
+        name = f"pull_group of {_GROUP} over {rows} rows"
+        yield name, "forward", (rows + _GROUP) * row, lambda rows=rows: pull_group(
             bank_NTD=bank_NTD, factor_NT=factor_NT, query_SD=query_SD, partial_QTD=partial_KTD,
             lse_QTH=lse_STH[:_GROUP], num_rows=rows, sites=range(_GROUP, 2 * _GROUP),
         )  # fmt: skip

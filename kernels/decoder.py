@@ -294,7 +294,9 @@ class _LinearLoss(torch.autograd.Function):
         weight_gradient = torch.zeros_like(weight_VD)
         for start in range(0, tokens, rows):
             chunk = hidden_TD[start : start + rows]
-            losses, logit_gradient = _loss_of_logits(chunk @ weight_VD.t(), target_T[start : start + rows], 1.0 / tokens)
+            losses, logit_gradient = _loss_of_logits(
+                chunk @ weight_VD.t(), target_T[start : start + rows], 1.0 / tokens
+            )
             total += losses
             torch.mm(logit_gradient, weight_VD, out=hidden_gradient[start : start + rows])
             weight_gradient.addmm_(logit_gradient.t(), chunk)

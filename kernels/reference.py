@@ -94,7 +94,7 @@ def route_gradients(
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of all sources and queries when site ``s`` reads sources ``0..s``, written as a gather.
 
-    With ``G_s`` the gradient of site s's output, ``delta_s = <G_s, o_s>`` per head and ``dz = p (<G_s, v_i> - delta_s)``::
+    With ``G_s`` the gradient of site s's output, per head ``delta_s = <G_s, o_s>``, ``dz = p (<G_s, v_i> - delta_s)``::
 
         dv_i = sum_(s>=i) [p G_s + r_i dz u_s] - (r_i^2 / D) (sum_(s>=i) sum_h dz z) v_i
         du_s = sum_(t, i<=s) dz r_i v_i

@@ -1,10 +1,10 @@
 """Which rows, groups and order a forward and backward pass use, and the ledger that refuses every other order.
 
-Pure bookkeeping between the routing kernels and the operators of :mod:`scaling.kernels.bank`; no kernel is launched here.
+Pure bookkeeping between the routing kernels and the operators of :mod:`scaling.kernels.bank`; nothing is launched here.
 
-The bank holds one row a source. Site s reads the rows written before it and its own newest source. In backward, the rows
-of a group of sources are dead once the gradients of the group are done, and the gradients G of the sites before them
-appear right after: they take those rows' places, so that both passes need only a group more rows than sources.
+The bank holds one row a source. Site s reads the rows written before it and its own newest source. In backward, the
+rows of a group of sources are dead once the gradients of the group are done, and the gradients G of the sites before
+them appear right after: they take those rows' places, so that both passes need only a group more rows than sources.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from scaling.errors import KernelError
 
-_MAX_GROUP_QUERIES = 16  # pull.MAX_GROUP_QUERIES; pull imports triton, which planning must not need
+_MAX_GROUP_QUERIES = 16  # pull_group.MAX_GROUP_QUERIES; that module imports triton, which planning must not need
 MAX_GROUP_SOURCES = 16  # rows of the tensor-core tile of gather_group
 MAX_GROUP_SITES = 64  # sites of one launch of gather_group
 
@@ -154,8 +154,8 @@ class Ledger:
             return False
         if self.written < self.plan.num_sites:
             raise KernelError(
-                f"source bank: site {site} ran when site {self.written} was next; a bank serves one forward pass of one "
-                "model, sites in order; open a new bank for every forward pass and model"
+                f"source bank: site {site} ran when site {self.written} was next; a bank serves one forward pass of "
+                "one model, sites in order; open a new bank for every forward pass and model"
             )
         if not 0 <= site < self.frontier:
             raise KernelError(
@@ -181,8 +181,8 @@ class Ledger:
         if site != self.frontier - 1:
             expected = f"site {self.frontier - 1} is next" if self.frontier else "its backward pass is already done"
             raise KernelError(
-                f"source bank: backward of site {site}, but {expected}; rows are reused during backward, so that a second "
-                "backward pass, retain_graph and out-of-order gradients cannot be right; run the forward pass again"
+                f"source bank: backward of site {site}, but {expected}; rows are reused during backward, so that a "
+                "second backward pass, retain_graph or another order cannot be right; run the forward pass again"
             )
         self.frontier = site
 
@@ -204,8 +204,6 @@ class Ledger:
         return gradient_SD
 
 
-def grouping(num_sites: int, head_width: int) -> int:
+def grouping(head_width: int) -> int:
     """Group size that measured best, or 1 where a head is too wide for one tensor-core tile (see NOTES.md)."""
-    if head_width > 256:
-        return 1
-    return 6 if num_sites <= 32 else 8
+    return 1 if head_width > 256 else 8

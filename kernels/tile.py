@@ -21,7 +21,7 @@ _UPCAST = tl.constexpr(INTERPRETED)
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class HeadTile:
-    """Sides of one token's tile: ``heads`` by ``main`` plus ``heads`` by ``rest`` columns, rows padded to ``padded_heads``."""
+    """Sides of one token's tile: ``heads`` (padded to a power of two) by ``main`` plus ``rest`` columns."""
 
     heads: int
     head_width: int
@@ -66,6 +66,16 @@ def is_exact(dtype: torch.dtype) -> bool:
 
 
 @triton.jit
+def narrow(value, KIND: tl.constexpr):
+    """Convert float32 to ``KIND``, to nearest: the interpreter's own conversion to bfloat16 cuts the low bits off."""
+    if _UPCAST:
+        if KIND == tl.bfloat16:
+            bits = value.to(tl.uint32, bitcast=True)
+            value = (bits + 0x7FFF + ((bits >> 16) & 1)).to(tl.float32, bitcast=True)
+    return value.to(KIND)
+
+
+@triton.jit
 def load_tile(pointer, offsets, mask, MASKED: tl.constexpr):
     """Load with zeros outside ``mask``; without a mask where the tile is whole, which keeps loads 16 bytes wide."""
     if MASKED:
@@ -78,9 +88,9 @@ def load_tile(pointer, offsets, mask, MASKED: tl.constexpr):
 def store_tile(pointer, offsets, value, mask, MASKED: tl.constexpr):
     """Store under ``mask``, or whole; counterpart of :func:`load_tile`."""
     if MASKED:
-        tl.store(pointer + offsets, value.to(pointer.dtype.element_ty), mask=mask)
+        tl.store(pointer + offsets, narrow(value.to(tl.float32), pointer.dtype.element_ty), mask=mask)
     else:
-        tl.store(pointer + offsets, value.to(pointer.dtype.element_ty))
+        tl.store(pointer + offsets, narrow(value.to(tl.float32), pointer.dtype.element_ty))
 
 
 @triton.jit

@@ -57,9 +57,9 @@ def _cuda() -> Finding:
 
 
 def _kernels() -> Finding:
-    from scaling.kernels import dispatch
+    from scaling.kernels.dispatch import describe
 
-    choices = dispatch.describe()
+    choices = describe()
     detail = "; ".join(f"{op}: {choice}" for op, choice in choices.items())
     return Finding(part="kernels", state="ok", detail=detail)
 

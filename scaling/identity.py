@@ -28,6 +28,7 @@ EXCLUDED: Final = frozenset(
         "run.sweep",
         "run.out",
         "run.log_every_steps",
+        "run.system_metrics",
         "run.checkpoint_every_steps",
         "run.checkpoint_every_minutes",
         "run.keep_checkpoints",

@@ -33,6 +33,7 @@ from scaling.optim import MOMENTS, Optimizer
 from scaling.schedule import learning_rate
 from scaling.stop import STOP, Interrupted
 from scaling.tokens import TokenStore
+from scaling.tracking.system import SystemMetrics
 
 logger = logging.getLogger(__name__)
 
@@ -106,6 +107,7 @@ class Loop:
         self._flops_per_token = count_flops(config.model, config.data.seq_len).training
         rates = Rates(tokens_per_step=config.data.tokens_per_step, flops_per_token=self._flops_per_token)
         self._meter = Meter(world, rates, arithmetic=self._arithmetic, skipping=config.optimizer.skip_nonfinite)
+        self._system = SystemMetrics() if config.run.system_metrics and world.is_first else None
         self._trained_s = 0.0  # wall time of work that is part of the run, over all attempts
         self._mark_s = time.perf_counter()
 
@@ -193,6 +195,8 @@ class Loop:
         feed.waited_s = 0.0
         metrics["train/lr"] = learning_rate(self.config.schedule, self.config.optimizer.lr, self.step - 1)
         metrics |= self.totals() | self.transformer.statistics()
+        if self._system is not None:
+            metrics |= self._system()
         self._write(self.step, metrics)
         self.final |= metrics
         if self._progress is not None:

@@ -80,6 +80,7 @@ def launch(
     feed_all: bool = False,
     dependency: str | None = None,
     snapshot: bool = True,
+    store: str | None = None,
     confirm: Confirm | None = None,
 ) -> LaunchReport:
     """Train what is due.
@@ -88,6 +89,8 @@ def launch(
     ----------
     executor
         ``slurm`` or ``local``; default: Slurm where ``sbatch`` is.
+    store
+        MLflow store that a local sweep is synced into while it trains; ``None``: none.
     confirm
         Asked before more than ``ASK_ABOVE_JOBS`` jobs; ``None``: nobody is asked.
 
@@ -103,7 +106,7 @@ def launch(
     if name == "local":
         if feed_all or dependency:
             raise UsageError("--feed and --after need Slurm; leave them out, or --executor slurm")
-        return _local(plan, kinds, keys, workers, threads)
+        return _local(plan, kinds, keys, workers, threads, store)
     if workers is not None or threads is not None:
         raise UsageError("--workers and --threads are for --executor local; set resources.cpus, runs_per_gpu for Slurm")
     from scaling.sweeps.site import load_site
@@ -129,12 +132,18 @@ def launch(
 
 
 def _local(
-    plan: Plan, kinds: tuple[str, ...], keys: frozenset[str] | None, workers: int | None, threads: int | None
+    plan: Plan,
+    kinds: tuple[str, ...],
+    keys: frozenset[str] | None,
+    workers: int | None,
+    threads: int | None,
+    store: str | None,
 ) -> LaunchReport:
     from scaling.sweeps.display import Progress
     from scaling.sweeps.local import run_local
+    from scaling.sweeps.mirror import synced
 
-    with Progress(plan) as progress:
+    with synced(plan.out, store), Progress(plan) as progress:
         report = run_local(plan, workers=workers, threads=threads, retry=kinds, keys=keys, on_tick=progress.tick)
     return LaunchReport(
         sweep=plan.spec.name,

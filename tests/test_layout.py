@@ -151,7 +151,7 @@ def loaded_by(code: str) -> set[str]:
 
 
 PLANNING = [
-    "import scaling.cli.main as m; m._register()",
+    "import scaling.cli.main as m; [m.command(n) for n in m.LazyGroup().list_commands(None)]",
     "import scaling.config.strict, scaling.identity, scaling.resolve, scaling.record",
     "import scaling.sweeps.spec, scaling.sweeps.plan",
 ]

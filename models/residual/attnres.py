@@ -19,6 +19,8 @@ sites.
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Mapping
 
 import torch
@@ -26,9 +28,18 @@ from torch import Tensor, nn
 
 from scaling.config.model import ModelConfig
 from scaling.config.residual import AttnRes, Blocked
+from scaling.kernels import dispatch
 from scaling.models.initialisation import Constant, Normal, Rule
+from scaling.models.residual.banked import BankedState
 from scaling.models.residual.method import Inputs, Residual, State
 from scaling.models.residual.routing import depth_logits, mix, routing_weights
+
+_LOG = logging.getLogger(__name__)
+
+
+@functools.cache
+def _say_once(message: str) -> None:
+    _LOG.warning("%s", message)
 
 
 class DepthState(State):
@@ -113,7 +124,12 @@ class DepthRouting(Residual):
         return {"query_SD": self.query_start, "gain_SD": Constant(value=1.0)}
 
     def start(self, embedding_BTD: Tensor, document_BT: Tensor | None) -> State:
-        return self.eager(embedding_BTD)
+        if dispatch.choose("depth_routing", embedding_BTD.device).runs == "reference":
+            return self.eager(embedding_BTD)
+        if self.norm_per_head or type(self).eager is not DepthRouting.eager:
+            _say_once(f"{type(self).__name__} with these options has no Triton kernels: PyTorch runs it")
+            return self.eager(embedding_BTD)
+        return BankedState(embedding_BTD, self)
 
     def eager(self, embedding_BTD: Tensor) -> DepthState:
         """The state in plain PyTorch, whose sources and logits can be looked at."""

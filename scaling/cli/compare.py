@@ -49,7 +49,8 @@ def speedup(
     as_json: AsJson = False,
 ) -> None:
     """How much less a method costs at equal loss, with its interval, trend and noise floor."""
-    from scaling.analysis.speedup import compare_speedup, parse_asymptote
+    from scaling.analysis.inversion import parse_asymptote
+    from scaling.analysis.speedup import compare_speedup
 
     results = compare_speedup(
         read(runs, columns, where), baseline=baseline, method=method, currency=currency, level=level,

@@ -1,4 +1,4 @@
-"""``scaling fit``: laws with certificates and intervals, IsoFLOP profiles, ordered hold-outs, compute-optimal splits."""
+"""``scaling fit``: laws with certificates and intervals, IsoFLOP profiles, hold-outs, compute-optimal splits."""
 
 from __future__ import annotations
 
@@ -54,7 +54,8 @@ def law(
     from scaling.analysis.fit import fit_law
 
     result = fit_law(
-        read(runs, columns, where), form=form, loss=loss, delta=delta, residual=residual, by=by, share=share, weights=weights,
+        read(runs, columns, where), form=form, loss=loss, delta=delta, residual=residual, by=by, share=share,
+        weights=weights,
         level=level, interval=interval, cluster=cluster, draws=draws, rng=random_seed, keep_unfinished=keep_unfinished,
     )  # fmt: skip
     show(result, as_json)

@@ -22,7 +22,7 @@ Columns = Annotated[
     typer.Option(
         "--columns",
         metavar="N=...,D=...,loss=...",
-        help="Column (spaces allowed) or arithmetic of columns for each short name: N, D, C, loss, method, seed, lr, H.",
+        help="Column (spaces allowed) or arithmetic for each short name: N, D, C, loss, method, seed, lr, H.",
     ),
 ]
 Where = Annotated[

@@ -60,6 +60,7 @@ class LazyGroup(typer.core.TyperGroup):
 def command(name: str) -> Any:
     """The command or group called ``name``, imported now."""
     module = importlib.import_module(f"scaling.cli.{name}")
+    made: Any
     if name in NOUNS:
         module.app.rich_markup_mode = None
         made = typer.main.get_group(module.app)  # a group also where there is one command only

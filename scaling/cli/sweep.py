@@ -28,6 +28,10 @@ States = Annotated[
     list[str] | None, typer.Option("--state", help="Only runs in these states, e.g. failed:oom,running.")
 ]
 Match = Annotated[str, typer.Option("--match", help="Only runs whose key or label this matches (part or pattern).")]
+Store = Annotated[
+    str | None, typer.Option(help="MLflow store to sync into (default: mlflow.db beside the run folders).")
+]
+Sync = Annotated[bool, typer.Option("--sync/--no-sync", help="Keep MLflow up to date meanwhile.")]
 Retry = Annotated[
     list[str] | None,
     typer.Option(
@@ -78,12 +82,13 @@ def _submit(
     feed: bool = False,
     dependency: str | None = None,
     snapshot: bool = True,
+    store: str | None = None,
 ) -> None:
     from scaling.sweeps.launch import launch
 
     report = launch(
         sweep, executor=executor, retry=retry or (), keys=keys, workers=workers, threads=threads, feed_all=feed,
-        dependency=dependency, snapshot=snapshot, confirm=None if yes else _confirm,
+        dependency=dependency, snapshot=snapshot, store=store, confirm=None if yes else _confirm,
     )  # fmt: skip
     if json_:
         _print(report.tree())
@@ -91,6 +96,12 @@ def _submit(
         typer.echo(report.text())
     if not report.good:
         raise typer.Exit(1)
+
+
+def _store(sweep: Plan, named: str | None) -> str:
+    from scaling.sweeps.mirror import default_store
+
+    return named or default_store(sweep.out)
 
 
 def _confirm(question: str) -> bool:
@@ -142,6 +153,8 @@ def submit(
     snapshot: Annotated[bool, typer.Option(help="Jobs run a copy of the code as it is now.")] = True,
     workers: Annotated[int | None, typer.Option(help="local: runs at a time.")] = None,
     threads: Annotated[int | None, typer.Option(help="local: threads of each run.")] = None,
+    store: Store = None,
+    sync: Sync = True,
     detach: Annotated[bool, typer.Option("--detach", help="local: go on when this terminal is closed.")] = False,
     json_: Json = False,
 ) -> None:
@@ -158,7 +171,7 @@ def submit(
     remember(sweep, set_ or [])
     _submit(
         sweep, executor=executor, retry=retry, yes=yes, json_=json_, workers=workers, threads=threads, feed=feed,
-        dependency=after, snapshot=snapshot,
+        dependency=after, snapshot=snapshot, store=_store(sweep, store) if sync else None,
     )  # fmt: skip
 
 
@@ -194,15 +207,19 @@ def watch(
     set_: Set = None,
     out: Out = None,
     notify: Annotated[str | None, typer.Option(help="Command to run when a run fails and when all is over.")] = None,
+    store: Store = None,
+    sync: Sync = True,
     json_: Json = False,
 ) -> None:
     """Follow a sweep to its end; asks Slurm at most every 30 s. Leave with Ctrl-C, the sweep goes on."""
     from scaling.sweeps.display import LiveStatus
+    from scaling.sweeps.mirror import synced
     from scaling.sweeps.site import load_site
     from scaling.sweeps.watch import Watch
 
-    with LiveStatus() as live:
-        now = Watch(plan=_again(spec, set_, out), show=live.show, command=notify or load_site().notify).run()
+    sweep = _again(spec, set_, out)
+    with synced(sweep.out, _store(sweep, store) if sync else None), LiveStatus() as live:
+        now = Watch(plan=sweep, show=live.show, command=notify or load_site().notify).run()
     if json_:
         _print({"sweep": now.plan.spec.name, "counts": now.counts, "over": now.over})
     if not now.good:

@@ -139,6 +139,7 @@ class RunSettings:
     sweep: str | None = None
     out: str = "runs"
     log_every_steps: int = 10
+    system_metrics: bool = False
     checkpoint_every_steps: int | None = None
     checkpoint_every_minutes: float | None = 10.0
     keep_checkpoints: int = 2

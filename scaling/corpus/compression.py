@@ -16,7 +16,7 @@ import zstandard
 
 from scaling.errors import DataError
 
-_INPUT_BYTES: Final = 256 * 2**10  # read at a time; text unpacks to some five times as much
+_INPUT_BYTES: Final = 64 * 2**10  # read at a time; text unpacks to some five times as much
 
 _DECODERS: Final[dict[str, Callable[[], Any]]] = {
     ".gz": lambda: zlib.decompressobj(wbits=31),  # 31: with a gzip header (zlib manual, inflateInit2)

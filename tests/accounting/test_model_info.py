@@ -12,7 +12,8 @@ import pytest
 from scaling.accounting.summary import render, summarise
 from scaling.config.ladder import shape
 from scaling.config.model import ModelConfig
-from scaling.config.residual import Mhar
+from scaling.config.residual import METHODS, Mhar
+from scaling.config.strict import build
 from scaling.config.tree import RunConfig
 
 
@@ -37,6 +38,18 @@ def test_text_names_every_group() -> None:
     assert "residual: mhar (heads 8, query_init zero, key_norm full, source output, align slices)" in text
     for row in ("embedding", "attention scores", "logits", "routing", "6 N (total)", "optimizer"):
         assert f"  {row} " in text
+
+
+@pytest.mark.parametrize("moe", [False, True], ids=["dense", "moe"])
+@pytest.mark.parametrize("method", sorted(METHODS))
+def test_every_method_is_told_at_1b_on_both_backbones(method: str, moe: bool) -> None:
+    tree: dict[str, Any] = {"model": {"size": "1b", "residual": {"method": method}} | ({"moe": {}} if moe else {})}
+    config = build(RunConfig, tree)
+    told = json.loads(json.dumps(summarise(config)))
+    assert told["parameters"]["total"] == sum(told["parameters"]["groups"].values())
+    assert (told["parameters"]["activated"] < told["parameters"]["total"]) is moe
+    assert told["bytes"]["activations"] > 0
+    assert f"residual: {method}" in render(told)
 
 
 @pytest.mark.parametrize(

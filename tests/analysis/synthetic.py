@@ -20,7 +20,7 @@ def sweep(
     rho: float = 0.0,
     decades: float = 2.0,
 ) -> pd.DataFrame:
-    """Runs of a baseline and of methods that need ``1/s`` of its compute; runs of one seed and scale correlate by rho."""
+    """Runs of a baseline and of methods that need ``1/s`` of its compute; runs of one seed correlate by rho."""
     compute = 1e17 * np.logspace(0, decades, scales)
     amplitude = (FIRST_LOSS - E) * compute[0] ** EXPONENT
     common = rng.normal(0, sd * np.sqrt(rho), size=(scales, seeds))
@@ -30,6 +30,7 @@ def sweep(
         for i, c in enumerate(compute):
             for seed in range(seeds):
                 loss = E + amplitude * (c * s) ** -EXPONENT + common[i, seed] + own[i, seed]
-                rows.append({"method": method, "size": f"s{i}", "N": np.sqrt(c / 120), "D": 20 * np.sqrt(c / 120), "C": c,
+                rows.append({"method": method, "size": f"s{i}", "N": np.sqrt(c / 120), "D": 20 *
+                np.sqrt(c / 120), "C": c,
                              "seed": seed, "loss": loss})  # fmt: skip
     return pd.DataFrame(rows)

@@ -11,6 +11,7 @@ import pytest
 from scipy import stats
 
 from scaling.analysis.curve_noise import tail_noise
+from scaling.analysis.inversion import budget_invariant_speedup
 from scaling.analysis.items import compare_items, mcnemar, odds_interval
 from scaling.analysis.noise import noise_floor
 from scaling.analysis.paired import (
@@ -23,7 +24,7 @@ from scaling.analysis.paired import (
     sign_flip,
 )
 from scaling.analysis.power import Design, detectable, detectable_paired
-from scaling.analysis.speedup import budget_invariant_speedup, compare_speedup
+from scaling.analysis.speedup import compare_speedup
 from tests.analysis.synthetic import sweep
 
 
@@ -75,16 +76,6 @@ def test_published_means_of_optimisers(optimisers: pd.DataFrame, shared: Path) -
     assert hits >= 36
 
 
-def test_record_of_january(shared: Path) -> None:
-    runs = pd.read_csv(shared / "data/modded-nanogpt-optim/track1_runs_final.csv")
-    record = runs[runs["group"].str.startswith("2025-01-16") & (runs["group"].map(runs["group"].value_counts()) >= 32)]
-    losses = record["final_val_loss"].to_numpy()
-    assert len(losses) == 32
-    assert losses.mean() == pytest.approx(3.27869375, abs=1e-8)
-    assert stats.bayes_mvs(losses)[2].statistic == pytest.approx(0.00176, abs=5e-5)
-    assert stats.ttest_1samp(losses, 3.28, alternative="less").pvalue == pytest.approx(1e-4, abs=5e-5)
-
-
 # (later result, earlier result) -> published one-sided p; 0.0045 of loss is worth 100 steps.
 PAIRWISE = {(11, 9): 0.69, (13, 11): 0.099, (13, 8): 0.029, (16, 14): 0.34, (34, 30): 0.168}
 
@@ -130,7 +121,9 @@ def test_seed_noise_of_datablations(shared: Path) -> None:
     table = pd.read_csv(shared / "data/datablations/raw_named_losses.csv")
     parts = table["run_name"].str.extract(r"^(?P<group>.*?)(?:seed|s)(?P<seed>\d+)$")
     table = table.assign(loss=table["val_loss"], **parts).dropna(subset=["group", "seed"])
-    table["size"] = np.where(table["group"].str.startswith("4b2"), "4b2", np.where(table["group"].str.startswith("2b8"), "2b8", "other"))
+    table["size"] = np.where(
+        table["group"].str.startswith("4b2"), "4b2", np.where(table["group"].str.startswith("2b8"), "2b8", "other")
+    )
     table = table[table["size"] != "other"]
     result = noise_floor(table[["group", "size", "seed", "loss"]], by=["size", "group"], min_runs=4)
     sds: dict[str, list[float]] = {"2b8": [], "4b2": []}
@@ -152,7 +145,9 @@ def test_mcnemar(
     gains: int, losses: int, exact: float, mid: float, chi2: float, continuity: float, odds: tuple[float, float, float]
 ) -> None:
     p = mcnemar(gains, losses)
-    assert [p["exact"], p["mid_p"], p["chi2"], p["chi2_continuity"]] == pytest.approx([exact, mid, chi2, continuity], rel=2e-4)
+    assert [p["exact"], p["mid_p"], p["chi2"], p["chi2_continuity"]] == pytest.approx(
+        [exact, mid, chi2, continuity], rel=2e-4
+    )
     assert odds_interval(gains, losses, 0.95) == pytest.approx(odds, abs=6e-4)
     result = compare_items(gains=gains, losses=losses)["method"]
     assert result.details["p"] == p["mid_p"] and result.details["exact"] == pytest.approx(exact, rel=2e-4)

@@ -21,12 +21,12 @@ $python - "$work/store" <<'PY'
 import sys
 from scaling.corpus import prepare
 from scaling.corpus.library import python_library_documents
-prepare(python_library_documents(), sys.argv[1], vocab_size=1024)
+prepare(python_library_documents(), sys.argv[1], vocab_size=1024, held_out_fraction=0.2)
 PY
 echo "store ready"
 common=(--set "size=$size" --set "data.path=$work/store" --set "data.seq_len=256" --set "data.batch_size=${BATCH:-32}"
         --set "schedule.steps=$steps" --set "schedule.tokens_per_parameter=null" --set "run.device=$device"
-        --set "precision.mode=${PRECISION:-mixed}" --set "evaluation.num_sequences=64" --set "optimizer.lr=3e-3"
+        --set "precision.mode=${PRECISION:-mixed}" --set "evaluation.num_sequences=16" --set "optimizer.lr=3e-3"
         --set "run.log_every_steps=20" --set "seed=${SEEDS:-[0,1,2,3]}" --set "resources.signal=10" --set "resources.time=10"
         --set "resources.cpus=2" --set "resources.gpus=${GPUS:-1}")
 follow() { # follow NAME ARGS...: submit, wait, keep the states and the time
@@ -39,6 +39,10 @@ follow() { # follow NAME ARGS...: submit, wait, keep the states and the time
   done
   echo "$(seconds) - $begun" | $python -c "print(eval(input()))" >"$work/$name.seconds"
   echo "$name: $(cat "$work/$name.seconds") s"
+  if grep -q '"state": "failed"' "$work/$name.status.json"; then
+    scaling sweep logs quickstart --out "$work/$name" --state failed --lines 30 | head -60
+    exit 1
+  fi
 }
 follow unpacked
 follow packed --set resources.runs_per_gpu=4
@@ -46,7 +50,10 @@ begun=$(seconds)
 scaling sweep submit quickstart --yes --json --out "$work/requeue" "${common[@]}" --set "seed=[9]" --set method=baseline \
   --set "schedule.steps=$((steps * 3))" >"$work/requeue.submit.json"
 job=$($python -c "import json,sys; print(json.load(open(sys.argv[1]))['job_ids'][0])" "$work/requeue.submit.json")
-until ls "$work"/requeue/*/metrics-0001.jsonl >/dev/null 2>&1 && [ -s "$work"/requeue/*/metrics-0001.jsonl ]; do sleep 0.5; done
+for _ in $(seq 240); do # half a minute of start-up at most is expected
+  cat "$work"/requeue/*/metrics-0001.jsonl 2>/dev/null | grep -q . && break
+  sleep 0.5
+done
 scancel --signal=USR2 "${job}_0"   # what Slurm sends before the time limit
 until scaling sweep status quickstart --out "$work/requeue" --json >"$work/requeue.status.json"; do
   grep -q '"over": true' "$work/requeue.status.json" && break

@@ -382,7 +382,7 @@ def test_following_sends_new_points_until_it_is_stopped(
             stop.set()
 
     report = sync(out, store_uri=uri(database), follow=True, interval_s=0.01, stop=stop, on_round=on_round)
-    assert seen == [0, 4, 8, 12] and report.rounds == 4
+    assert seen == [0, 4, 8, 12, 12] and report.rounds == 5  # stopped: once more, then home
     assert [step for step, _ in points(sql)] == [10, 20, 30]
 
 
@@ -404,6 +404,7 @@ def test_importing_tracking_imports_no_mlflow() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+@pytest.mark.slow
 def test_a_follower_beside_a_sweep_sends_all_and_ends(tmp_path: Path, database: Path, sql: sqlite3.Connection) -> None:
     from scaling.tracking.follower import Follower
 

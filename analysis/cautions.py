@@ -1,0 +1,105 @@
+"""What a reader must know before using a comparison, each with a stable code.
+
+Between ``isoloss`` and the results of ``speedup`` and ``seeds``: extrapolation, missing scales, few seeds, budgets.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from scaling.analysis.cells import scale_labels
+from scaling.analysis.inversion import Inverse
+from scaling.analysis.isoloss import Arms, Bools, Floats, Noise
+from scaling.analysis.result import Caution, Result
+from scaling.analysis.screen import Screened
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+# Cost beyond the baseline's range from which an extrapolation is called far.
+FAR = 10.0
+
+
+def refuse(kind: str, text: str, screened: Screened, **conventions: str) -> Result:
+    """A result that says why there is none; the code is the text's first word where that ends with a colon."""
+    code, _, rest = text.partition(": ")
+    known = rest and " " not in code
+    caution = Caution(code=code if known else "refused", message=rest if known else text)
+    return Result(
+        kind=kind,
+        estimate={},
+        n=len(screened.frame),
+        status="refused",
+        conventions=conventions,
+        warnings=(*screened.cautions, caution),
+        dropped=screened.dropped,
+    )
+
+
+def speedup_cautions(
+    arms: Arms, inverse: Inverse, log_s: Floats, usable: Bools, noise: Noise, frame: pd.DataFrame
+) -> list[Caution]:
+    out = []
+    missing = [c.scale for c in arms.method if c.scale not in {b.scale for b in arms.baseline}]
+    if missing:
+        text = (
+            f"baseline {arms.baseline[0].method!r} has no run at {', '.join(missing)}: its cost there comes from "
+            "its law alone"
+        )
+        out.append(Caution(code="baseline-missing-at-scale", message=text))
+    factors = extrapolation(arms, log_s)
+    beyond = [f"{c.scale} ({f:.3g}x)" for c, f, ok in zip(arms.method, factors, usable, strict=True) if ok and f > 1]
+    if beyond:
+        text = f"the baseline's law is extrapolated beyond its largest or smallest cost at {', '.join(beyond)}"
+        out.append(Caution(code="extrapolated", message=text))
+    if np.any(factors[usable] > FAR):
+        text = f"the baseline's law is extrapolated more than {FAR:g}x: the speedup there is a guess; run the backtest"
+        out.append(Caution(code="extrapolation-10x", message=text))
+    if noise.df == 0 or np.isnan(noise.sd):
+        text = "one seed a cell, no given noise floor and no degrees of freedom left by the law: no interval"
+        out.append(Caution(code="no-degrees-of-freedom", message=text))
+    elif noise.source == "lack of fit":
+        text = (
+            f"one seed a cell: the noise is taken from the lack of fit of the laws ({noise.df:g} df); a noise "
+            "floor is better"
+        )
+        out.append(Caution(code="one-seed", message=text))
+    elif noise.source == "pooled cells" and noise.df < 4:
+        text = f"seed noise rests on {noise.df:g} degrees of freedom: the interval is wide and depends on normal noise"
+        out.append(Caution(code="few-seeds", message=text))
+    if np.sum(usable) < 3:
+        text = f"{int(np.sum(usable))} scale{'s' * int(np.sum(usable) != 1)} of the method: no trend can be tested"
+        out.append(Caution(code="few-scales", message=text))
+    if inverse.curve["E"] < 1e-5 * min(c.mean for c in arms.cells):
+        text = (
+            "the fitted asymptote is zero: the data show no curvature in log loss; extrapolated speedups depend on that"
+        )
+        out.append(Caution(code="bound-hit", message=text))
+    out += mixed_budgets(frame, [arms.baseline[0].method, arms.method[0].method])
+    return out
+
+
+def mixed_budgets(frame: pd.DataFrame, methods: list[str]) -> list[Caution]:
+    """Caution where methods of one scale were trained on different numbers of tokens."""
+    if "D" not in frame.columns or frame["D"].isna().any():
+        return []
+    part = frame[frame["method"].isin(methods)]
+    tokens = part.assign(_scale=scale_labels(part)).groupby("_scale")["D"].agg(["min", "max"])
+    mixed = [str(s) for s in tokens.index[tokens["max"] > 1.01 * tokens["min"]]]
+    if not mixed:
+        return []
+    return [
+        Caution(
+            code="mixed-token-budgets",
+            message=f"runs of one scale saw different numbers of tokens at {', '.join(mixed)}",
+        )
+    ]
+
+
+def extrapolation(arms: Arms, log_s: Floats) -> Floats:
+    """How far outside the baseline's costs each inverted cost lies, as a factor of at least 1."""
+    cost = log_s + np.log([c.x for c in arms.method])
+    x = np.log([c.x for c in arms.baseline])
+    return np.asarray(np.exp(np.maximum(np.maximum(cost - x.max(), x.min() - cost), 0.0)), dtype=np.float64)

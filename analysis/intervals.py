@@ -1,0 +1,82 @@
+"""The intervals a fit was asked for, by name.
+
+Between ``uncertainty`` and ``fit``: knows which rows are one run and which are one cell, and which makers to call.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from scaling.analysis.certify import Fitted
+from scaling.analysis.likelihood import profile_interval
+from scaling.analysis.result import Interval
+from scaling.analysis.uncertainty import (
+    Draws,
+    cell_noise,
+    cluster_bootstrap,
+    delta_interval,
+    parametric_bootstrap,
+    percentile_interval,
+    t_interval,
+    two_level_bootstrap,
+)
+from scaling.errors import UsageError
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+INTERVALS = ("cluster", "pairs", "two-level", "parametric", "delta", "profile", "all", "none")
+
+
+def _cells(fitted: Fitted, frame: pd.DataFrame, by: str | None) -> list[str]:
+    columns = [np.round(np.log(fitted.model.x[v]), 9).astype(str) for v in fitted.model.law.variables]
+    if by:
+        columns.append(frame[by].to_numpy(dtype=str))
+    return ["|".join(parts) for parts in zip(*columns, strict=True)]
+
+
+def make_intervals(
+    fitted: Fitted, frame: pd.DataFrame, *, by: str | None, level: float, kind: str, cluster: str | None, draws: int,
+    rng: np.random.Generator,
+) -> tuple[dict[str, Interval], dict[str, float]]:  # fmt: skip
+    """Intervals by kind and standard errors of the headline one; nothing at 0 degrees of freedom."""
+    if fitted.df <= 0 or kind == "none":
+        return {}, {}
+    names = fitted.model.parameters
+    out: dict[str, Interval] = {}
+    column = cluster or ("run_key" if "run_key" in frame.columns else None)
+    clusters = None if column is None else [str(v) for v in frame[column]]
+    repeated = clusters is not None and len(set(clusters)) < len(clusters)
+    out["delta"], sd = delta_interval(fitted, level, clusters if repeated else None)
+    errors = dict(zip(names, map(float, sd), strict=True))
+    cells = _cells(fitted, frame, by)
+    sd_cell, df_cell = cell_noise(fitted.residual_n, cells)
+    if df_cell == 0:
+        sd_cell, df_cell = float(np.sqrt(np.sum(fitted.residual_n**2) / fitted.df)), fitted.df
+
+    def keep(name: str, made: Draws, interval: Interval) -> None:
+        out[name] = interval
+        if name == kind or (kind == "all" and name == "cluster"):
+            spread = np.std(made.natural_RP[made.converged_R], axis=0, ddof=1)
+            errors.update(zip(names, map(float, spread), strict=True))
+
+    wanted = INTERVALS[:-2] if kind == "all" else (kind,)
+    if "cluster" in wanted:
+        made = cluster_bootstrap(fitted, clusters, draws, rng)
+        keep("cluster", made, percentile_interval(fitted, made, level, "cluster bootstrap, percentile"))
+    if "pairs" in wanted:
+        made = cluster_bootstrap(fitted, None, draws, rng)
+        keep("pairs", made, percentile_interval(fitted, made, level, "pairs bootstrap, percentile"))
+    if "two-level" in wanted:
+        made = two_level_bootstrap(fitted, cells, draws, rng, sd=sd_cell)
+        keep("two-level", made, t_interval(fitted, made, df_cell, level, "two-level bootstrap, t"))
+    if "parametric" in wanted:
+        made = parametric_bootstrap(fitted, sd_cell, draws, rng)
+        keep("parametric", made, t_interval(fitted, made, df_cell, level, "parametric bootstrap, t"))
+    if "profile" in wanted and fitted.goal.loss != "l1":
+        out["profile"] = profile_interval(fitted, level)
+    if kind == "profile" and "profile" not in out:
+        raise UsageError("interval 'profile' needs loss huber or l2: the profile of absolute values has kinks")
+    return out, errors

@@ -1,0 +1,386 @@
+"""Tables an analysis cannot use, or only with a warning: each has a name."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from scaling.analysis.backtest import backtest
+from scaling.analysis.columns import filter_rows, load_table, map_columns
+from scaling.analysis.fit import fit_law
+from scaling.analysis.heads import head_optimum, learning_rate_robustness, width_contrast
+from scaling.analysis.isoflop import fit_isoflop
+from scaling.analysis.items import compare_items
+from scaling.analysis.noise import noise_floor, noise_power
+from scaling.analysis.result import Result
+from scaling.analysis.seeds import compare_seeds
+from scaling.analysis.speedup import compare_speedup
+from scaling.cli.main import main
+from scaling.errors import FitError, TableError, UsageError
+from tests.analysis.synthetic import sweep
+
+
+def codes(result: Result) -> set[str]:
+    return {w.code for w in result.warnings}
+
+
+def table(**options: int) -> pd.DataFrame:
+    return sweep(np.random.default_rng(0), **options)  # type: ignore[arg-type]
+
+
+def test_missing_columns_are_listed() -> None:
+    with pytest.raises(TableError, match="column 'D' missing; the table has: N, loss; map it with --columns D="):
+        fit_law(pd.DataFrame({"N": [1.0, 2.0], "loss": [3.0, 2.0]}))
+
+
+def test_misnamed_column_says_what_is_meant() -> None:
+    with pytest.raises(TableError, match="column 'Model Sise' is not in the table; did you mean 'Model Size'"):
+        map_columns(pd.DataFrame({"Model Size": [1.0]}), "N=Model Sise")
+
+
+def test_expressions() -> None:
+    raw = pd.DataFrame({"Model Size": [10.0], "Training FLOP": [600.0], "loss": [3.0]})
+    mapped = map_columns(raw, "N=Model Size,C=Training FLOP,D=C/(6*N)")
+    assert mapped["D"].tolist() == [10.0]
+    assert map_columns(raw, "N=2*Model Size**2")["N"].tolist() == [200.0]
+    assert len(filter_rows(mapped, ["loss<4.9", "N>=10 and C<1e3"])) == 1
+
+
+@pytest.mark.parametrize(
+    "text", ["N=__import__('os').system('true')", "N=loss.values", "N=[1]", "N=loss[0]", "N=f(loss)"]
+)
+def test_only_arithmetic_is_evaluated(text: str) -> None:
+    with pytest.raises((UsageError, TableError), match="not allowed|cannot parse|is not in the table"):
+        map_columns(pd.DataFrame({"loss": [3.0]}), text)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"), [("N", "is not NAME=COLUMN"), ("N=(1+", "cannot parse"), ("=x", "is not NAME=COLUMN")]
+)
+def test_mapping_that_cannot_be_parsed(text: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        map_columns(pd.DataFrame({"loss": [3.0]}), text)
+
+
+def test_filters() -> None:
+    with pytest.raises(TableError, match="leaves no row of 1"):
+        filter_rows(pd.DataFrame({"loss": [3.0]}), "loss<1")
+    with pytest.raises(UsageError, match="is not a comparison"):
+        filter_rows(pd.DataFrame({"loss": [3.0]}), "loss+1")
+
+
+def test_files(tmp_path: Path) -> None:
+    with pytest.raises(TableError, match="no such file"):
+        load_table(tmp_path / "absent.csv")
+    (tmp_path / "runs.txt").write_text("x")
+    with pytest.raises(TableError, match=r"unknown kind of table '.txt'; allowed: .parquet, .csv"):
+        load_table(tmp_path / "runs.txt")
+    table().to_parquet(tmp_path / "runs.parquet")
+    assert len(load_table(tmp_path / "runs.parquet")) == 30
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [(np.nan, "is missing"), (np.inf, "is infinite"), (-1.0, "is not positive"), (0.0, "is not positive")],
+)
+@pytest.mark.parametrize("column", ["loss", "C"])
+def test_unusable_numbers_are_dropped_with_a_reason(column: str, value: float, reason: str) -> None:
+    bad = table()
+    bad.loc[3, column] = value
+    result = fit_law(bad, form="power", interval="delta")
+    assert [(d.row, d.reason) for d in result.dropped] == [(3, f"{column} {reason}")]
+    assert "unusable-rows" in codes(result) and result.n == 29
+    assert "1: " in result.checklist["dropped"]
+
+
+def test_nothing_usable() -> None:
+    with pytest.raises(TableError, match=r"no usable row of 30 \(loss is missing\)"):
+        fit_law(table().assign(loss=np.nan), form="power")
+    with pytest.raises(TableError, match="holds text where numbers are needed"):
+        fit_law(table().assign(loss="low"), form="power")
+
+
+def test_one_scale() -> None:
+    with pytest.raises(TableError, match=r"C takes 1 distinct value \(C = 1e\+17 in every row\), needs 2 or more"):
+        fit_law(table(scales=1), form="power")
+    result = compare_speedup(table(scales=1), baseline="baseline")["new"]
+    assert result.status == "refused" and codes(result) == {"too-few-scales"} and not result.estimate
+    assert json.loads(result.to_json())["status"] == "refused"
+    assert compare_seeds(table(scales=1), baseline="baseline")["new"].interval is not None
+
+
+def test_too_few_points_for_the_law() -> None:
+    with pytest.raises(FitError, match="power .* has 3 parameters, but the rows hold 2 distinct points"):
+        fit_law(table(scales=2), form="power")
+
+
+def test_zero_degrees_of_freedom() -> None:
+    """Three points, three parameters: an exact fit has no interval and says so."""
+    three = pd.DataFrame({"C": [1e18, 1e19, 1e20], "loss": [3.4, 3.15, 2.98]})
+    result = fit_law(three, form="power")
+    assert result.interval is None and not result.intervals and not result.standard_error
+    assert result.df == 0 and result.status == "undetermined"
+    assert "no-degrees-of-freedom" in codes(result)
+    assert result.details["rows"]["residual"] == pytest.approx([0, 0, 0], abs=1e-9)
+
+
+def test_one_seed() -> None:
+    single = table(seeds=1)
+    speedup = compare_speedup(single, baseline="baseline")["new"]
+    assert "one-seed" in codes(speedup) and speedup.interval is not None and "lack of fit" in speedup.interval.method
+    assert compare_speedup(single, baseline="baseline", noise_sd=0.002)["new"].interval is not None
+    seeds = compare_seeds(single, baseline="baseline")["new"]
+    assert "one-seed" in codes(seeds) and seeds.interval is None
+    with pytest.raises(FitError, match="no configuration .* has 2 or more runs; repeat"):
+        noise_floor(single)
+    nothing = compare_speedup(table(seeds=1, scales=3), baseline="baseline", asymptote="free", draws=0)["new"]
+    assert "no-degrees-of-freedom" in codes(nothing) and nothing.interval is None
+
+
+def test_duplicated_runs() -> None:
+    hashed = table()
+    hashed["curve_hash"] = [f"h{k}" for k in range(len(hashed))]
+    hashed.loc[1, "curve_hash"] = "h0"
+    result = noise_floor(hashed)
+    assert [(d.row, d.reason) for d in result.dropped] == [(1, "duplicate: same curve hash")]
+    copied = pd.concat([table(), table().iloc[[0]]])
+    assert [d.reason for d in noise_floor(copied).dropped] == ["duplicate: every column equal"]
+    assert "duplicated-runs" in codes(compare_speedup(copied, baseline="baseline", draws=0)["new"])
+
+
+def test_unfinished_schedules_and_failed_runs() -> None:
+    runs = table().assign(schedule_finished=True, status="done", run_key=[f"key{k}" for k in range(30)])
+    runs.loc[0, "schedule_finished"] = False
+    runs.loc[1, "status"] = "diverged"
+    result = fit_law(runs, form="power", interval="delta")
+    assert {(d.run, d.reason) for d in result.dropped} == {
+        ("key0", "learning-rate schedule unfinished"),
+        ("key1", "status is diverged"),
+    }
+    assert "unfinished-schedules" in codes(result)
+    assert fit_law(runs, form="power", interval="delta", keep_unfinished=True).n == 29
+
+
+def test_mixed_budgets_and_evaluation_sets() -> None:
+    runs = table().assign(eval_fingerprint="a")
+    runs.loc[runs["method"] == "new", "D"] *= 1.5
+    runs.loc[0, "eval_fingerprint"] = "b"
+    for result in (
+        compare_speedup(runs, baseline="baseline", draws=0)["new"],
+        compare_seeds(runs, baseline="baseline")["new"],
+    ):
+        assert {"mixed-token-budgets", "mixed-evaluation-sets"} <= codes(result)
+
+
+def test_baseline_missing() -> None:
+    with pytest.raises(TableError, match="method 'base' is not in the table; did you mean 'baseline'"):
+        compare_speedup(table(), baseline="base")
+    runs = table()
+    runs = runs[~((runs["method"] == "baseline") & (runs["size"] == "s2"))]
+    result = compare_speedup(runs, baseline="baseline", draws=0)["new"]
+    assert "baseline-missing-at-scale" in codes(result)
+    assert next(s for s in result.details["scales"] if s["scale"] == "s2")["loss_baseline"] is None
+    assert "unmatched-scales" in codes(compare_seeds(runs, baseline="baseline")["new"])
+    with pytest.raises(TableError, match="holds only the baseline"):
+        compare_speedup(runs[runs["method"] == "baseline"], baseline="baseline")
+
+
+def test_far_extrapolation() -> None:
+    runs = sweep(np.random.default_rng(0), speedups={"new": 40.0}, decades=1.0, sd=0.0005)
+    result = compare_speedup(runs, baseline="baseline", draws=0)["new"]
+    assert {"extrapolated", "extrapolation-10x"} <= codes(result)
+
+
+def test_below_the_asymptote() -> None:
+    runs = table()
+    runs.loc[runs["method"] == "new", "loss"] -= 1.5
+    result = compare_speedup(runs, baseline="baseline", asymptote="free", draws=0)["new"]
+    assert result.status == "refused" or "below-asymptote" in codes(result)
+    assert "below-asymptote" in codes(result)
+
+
+def test_baseline_that_does_not_fall() -> None:
+    runs = table()
+    runs.loc[runs["method"] == "baseline", "loss"] = 3.0 + 0.01 * np.arange(15)
+    result = compare_speedup(runs, baseline="baseline")["new"]
+    assert result.status == "refused" and "baseline-not-falling" in codes(result)
+
+
+def test_currencies_are_not_mixed() -> None:
+    with pytest.raises(UsageError, match="currency 'flop' is unknown; did you mean 'flops'"):
+        compare_speedup(table(), baseline="baseline", currency="flop")
+    with pytest.raises(TableError, match="column 'wall_time_s' missing"):
+        compare_speedup(table(), baseline="baseline", currency="seconds")
+    timed = table()
+    timed["wall_time_s"] = timed["C"] / 1e15 * np.where(timed["method"] == "new", 2.0, 1.0)
+    flops = compare_speedup(timed, baseline="baseline", draws=0)["new"]
+    seconds = compare_speedup(timed, baseline="baseline", currency="seconds", draws=0)["new"]
+    assert seconds.estimate["speedup"] == pytest.approx(flops.estimate["speedup"] / 2, rel=1e-4)
+    assert (flops.conventions["currency"], seconds.conventions["currency"]) == ("flops", "seconds")
+
+
+def test_trend_is_reported() -> None:
+    runs = sweep(np.random.default_rng(0), sd=0.0005)
+    new = runs["method"] == "new"
+    runs.loc[new, "loss"] -= 0.01 * np.log10(runs.loc[new, "C"] / 1e17)
+    result = compare_speedup(runs, baseline="baseline", draws=0)["new"]
+    assert "trend" in codes(result) and result.estimate["trend_per_decade"] > 0
+
+
+def test_isoflop_refuses_edges_and_maxima() -> None:
+    n = np.geomspace(1e7, 1e9, 7)
+    bowl = pd.DataFrame({"N": n, "C": 1e18, "loss": 3 + 0.1 * (np.log(n) - np.log(1e8)) ** 2})
+    edge = bowl.assign(C=1e19, loss=4 - 0.1 * np.log(n))
+    dome = bowl.assign(C=1e20, loss=6 - bowl["loss"])
+    other = bowl.assign(C=1e21, loss=3 + 0.1 * (np.log(n) - np.log(2e8)) ** 2)
+    result = fit_isoflop(pd.concat([bowl, edge, dome, other]), curve="parabola")
+    reasons = [d.reason for d in result.dropped]
+    assert reasons == ["the parabola opens downwards", "the parabola opens downwards"] or "outside" in " ".join(reasons)
+    assert {"refused-minima", "approach-2-bias", "no-noise"} <= codes(result) and result.interval is None
+    assert result.estimate["N_exponent"] == pytest.approx(np.log(2) / np.log(1000), rel=1e-6)
+    with pytest.raises(FitError, match="too-few-budgets: 1 of 2 budgets have an inner minimum"):
+        fit_isoflop(pd.concat([bowl, edge]), curve="akima")
+
+
+def test_backtest_needs_room() -> None:
+    with pytest.raises(FitError, match="no cut leaves more distinct points than the 3 parameters"):
+        backtest(table(scales=3), form="power")
+    result = backtest(table(scales=7), form="power", loss="l2")
+    factors = [p["factor"] for p in result.details["predictions"]]
+    assert min(factors) > 1 and result.estimate["median_error"] < 0.02
+    assert result.details["by_factor"][0]["n"] > 0
+
+
+def test_options_out_of_range() -> None:
+    for options, message in (
+        ({"form": "chinchila"}, "did you mean 'chinchilla'"),
+        ({"loss": "mse"}, "loss 'mse' is unknown"),
+        ({"delta": -1.0}, "delta must be a positive number"),
+        ({"residual": "sqrt"}, "allowed: log, raw"),
+        ({"interval": "boot"}, "interval 'boot' is unknown"),
+        ({"share": "everything"}, "share 'everything' is unknown"),
+        ({"level": 95.0}, "level must lie between 0 and 1"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            fit_law(table(), **{"form": "power", **options})  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="sd must be positive"):
+        noise_power(sd=0.0)
+    with pytest.raises(UsageError, match="rho must lie between"):
+        noise_power(sd=0.001, rho=1.5)
+    with pytest.raises(UsageError, match="pairing 'yes' is unknown"):
+        compare_seeds(table(), baseline="baseline", pairing="yes")
+
+
+def test_items() -> None:
+    with pytest.raises(UsageError, match="give a table, or both counts"):
+        compare_items()
+    rows = [(i, m, int((i + k) % 3 == 0), i // 5) for k, m in enumerate(("base", "new")) for i in range(30)]
+    items = pd.DataFrame(rows, columns=["item", "method", "correct", "cluster"])
+    result = compare_items(items, baseline="base")["new"]
+    assert "clustered-items" in codes(result) and result.details["p"] == result.details["cluster_sign_flip_p"]
+    with pytest.raises(TableError, match="item 0 of 'base' occurs twice"):
+        compare_items(pd.concat([items, items.iloc[[0]]]), baseline="base")
+    with pytest.raises(TableError, match="must hold 0 and 1"):
+        compare_items(items.assign(correct=0.5), baseline="base")
+
+
+def test_three_seeds_say_what_they_can_show() -> None:
+    result = compare_seeds(table(), baseline="baseline")["new"]
+    text = next(w.message for w in result.warnings if w.code == "few-seeds")
+    assert "sign-flip p at one scale is 0.25" in text and "3.26 SDs" in text
+    assert result.details["mixed_model"]["fitted"] is True
+
+
+def heads_table(sd: float = 0.001) -> pd.DataFrame:
+    rng = np.random.default_rng(0)
+    rows = [
+        {"H": h, "kv": kv, "seed": s, "loss": 3.1 + 0.01 * (np.log2(h) - 2.5) ** 2 + 0.01 / kv + rng.normal(0, sd)}
+        for h in (1, 2, 4, 8, 16) for kv in (1, 8) for s in range(3)
+    ]  # fmt: skip
+    return pd.DataFrame(rows)
+
+
+def test_head_count() -> None:
+    for name, result in head_optimum(heads_table(), by="kv").items():
+        assert name in ("1", "8")
+        assert {int(result.estimate["best_heads"])} <= set(result.details["indistinguishable"]) <= {4, 8}
+        assert result.interval is not None and result.interval.low["curvature"] > 0
+        assert result.estimate["vertex_heads"] == pytest.approx(2**2.5, rel=0.1)
+    flat = head_optimum(heads_table(0.2), by="kv")["1"]
+    assert "no-u-shape" in codes(flat) and len(flat.details["indistinguishable"]) > 1
+    with pytest.raises(FitError, match="only H = 4 was run"):
+        head_optimum(heads_table().query("H == 4"))
+
+
+def test_learning_rate_robustness() -> None:
+    rng = np.random.default_rng(0)
+    rows = [
+        {"method": m, "size": "s", "lr": lr,
+         "loss": 3.0 - gain + 0.05 * (np.log10(lr) + centre) ** 2 + rng.normal(0, 0.001)}
+        for m, centre, gain in (("base", 3.0, 0.0), ("new", 3.3, 0.02)) for lr in np.geomspace(1e-4, 1e-2, 9)
+    ]  # fmt: skip
+    result = learning_rate_robustness(pd.DataFrame(rows), baseline="base", noise_sd=0.001)["new"]
+    assert result.estimate["delta[s]"] == pytest.approx(-0.02, abs=0.002)
+    assert result.details["rows"][0]["best_lr"] == pytest.approx(10**-3.3, rel=0.15)
+
+
+def test_width_contrast() -> None:
+    runs = table()
+    runs["size"] = np.where(runs["size"] == "s0", "narrow", np.where(runs["size"] == "s4", "wide", runs["size"]))
+    result = width_contrast(runs, baseline="baseline", method="new", narrow="narrow", wide="wide")
+    assert result.interval is not None
+    assert result.estimate["contrast"] == pytest.approx(
+        result.estimate["delta[wide]"] - result.estimate["delta[narrow]"]
+    )
+    with pytest.raises(TableError, match="no run of 'baseline' at size 'huge'"):
+        width_contrast(runs, baseline="baseline", method="new", narrow="narrow", wide="huge")
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """The command as a user calls it: exit status, stdout, stderr."""
+
+    def call(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["scaling", *arguments])
+        with pytest.raises(SystemExit) as stopped:
+            main()
+        captured = capsys.readouterr()
+        return int(stopped.value.code or 0), captured.out, captured.err
+
+    return call
+
+
+def test_commands(tmp_path: Path, run: Callable[..., tuple[int, str, str]]) -> None:
+    """One JSON object on stdout, nothing else; one line on stderr and the right exit status otherwise."""
+    path = tmp_path / "runs.csv"
+    table().to_csv(path, index=False)
+    status, out, _ = run("compare", "speedup", "--runs", str(path), "--baseline", "baseline", "--json")
+    assert status == 0 and json.loads(out)["new"]["estimate"]["speedup"] == pytest.approx(1.25, rel=0.02)
+    _, out, _ = run("fit", "law", "--runs", str(path), "--form", "power", "--interval", "delta", "--json")
+    assert {"estimate", "standard_error", "interval", "n", "df", "status", "objective", "conventions", "warnings",
+    "dropped",
+            "checklist"} <= set(json.loads(out))  # fmt: skip
+    status, out, err = run("fit", "law", "--runs", str(path), "--columns", "N=Nn")
+    assert (status, out, err.count("\n")) == (1, "", 1) and "is not in the table" in err
+    status, out, err = run("fit", "law", "--runs", str(path), "--form", "powr")
+    assert (status, out) == (2, "") and "did you mean 'power'" in err
+    one = tmp_path / "one.csv"
+    table(scales=1).to_csv(one, index=False)
+    status, out, _ = run("compare", "speedup", "--runs", str(one), "--baseline", "baseline", "--json")
+    assert status == 1 and json.loads(out)["new"]["status"] == "refused"
+    for arguments in (
+        ("compare", "seeds", "--runs", str(path), "--baseline", "baseline"),
+        ("compare", "items", "--gains", "123", "--losses", "81"),
+        ("noise", "floor", "--runs", str(path)),
+        ("noise", "power", "--sd", "0.001", "--difference", "0.002", "--seeds", "2,3", "--scales", "1"),
+        ("fit", "backtest", "--runs", str(path), "--form", "power"),
+    ):
+        status, out, err = run(*arguments)
+        assert status == 0 and not err, err
+        assert out.count("\n") > 3

@@ -1,0 +1,28 @@
+"""The kernels run on a GPU where there is one, else in Triton's interpreter, to be chosen before they are built."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+
+
+@pytest.fixture
+def device() -> torch.device:
+    """Where the kernels run here."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory() -> Iterator[None]:
+    """Fill every uninitialised tensor with NaN, so that an element that no kernel wrote shows."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    assert torch.empty(1).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(before)

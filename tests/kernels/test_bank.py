@@ -1,0 +1,245 @@
+"""The source bank's operators against float64: outputs and every gradient, shapes, dtypes, schedules, misuse.
+
+Each source is an independent leaf and each site's output has a gradient of its own, so that an error is the kernels'
+and not one that a deep network has amplified. Memory is poisoned with NaN (conftest).
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from scaling.errors import KernelError
+from scaling.kernels import reference, tile
+from scaling.kernels.bank import SourceBank
+
+EPS = 1e-6
+TOLERANCE = 3e-6  # float32, maximal error relative to the largest value
+
+
+def run_bank(
+    source_STD: Tensor,
+    query_SD: Tensor,
+    gain_SD: Tensor | None,
+    gradient: Tensor,
+    *,
+    heads: int,
+    block: int,
+    group: int,
+) -> dict[str, Tensor]:
+    """Outputs and gradients of the bank."""
+    sources = [v.clone().requires_grad_() for v in source_STD]
+    query = query_SD.clone().requires_grad_()
+    gain = None if gain_SD is None else gain_SD.clone().requires_grad_()
+    bank = SourceBank(query, sources[0], heads=heads, eps=EPS, block=block, group=group)
+    outputs = [bank.site(s, v) if gain is None else bank.normed_site(s, v, gain[s], EPS) for s, v in enumerate(sources)]
+    return _collect(outputs, sources, query, gain, gradient)
+
+
+def run_reference(
+    source_STD: Tensor, query_SD: Tensor, gain_SD: Tensor | None, gradient: Tensor, *, heads: int, block: int
+) -> dict[str, Tensor]:
+    """Outputs and gradients of plain PyTorch, in the dtype given."""
+    sources = [v.clone().requires_grad_() for v in source_STD]
+    query = query_SD.to(source_STD.dtype).clone().requires_grad_()
+    gain = None if gain_SD is None else gain_SD.to(source_STD.dtype).clone().requires_grad_()
+    seen: list[Tensor] = []
+    outputs = []
+    for site, source in enumerate(sources):
+        output = reference.route(torch.stack([*seen, source]), query[site], heads, EPS)
+        if site % block == 0:
+            seen.append(source)
+        outputs.append(output if gain is None else output * reference.rms_factor(output, EPS) * gain[site])
+    return _collect(outputs, sources, query, gain, gradient)
+
+
+def _collect(
+    outputs: list[Tensor], sources: list[Tensor], query: Tensor, gain: Tensor | None, gradient: Tensor
+) -> dict[str, Tensor]:
+    sum((o * g.to(o.dtype)).sum() for o, g in zip(outputs, gradient, strict=True)).backward()  # type: ignore[union-attr]
+    found = {"output": torch.stack(outputs).detach(), "source": torch.stack([v.grad for v in sources])}  # type: ignore[misc]
+    assert query.grad is not None
+    found["query"] = query.grad
+    if gain is not None:
+        assert gain.grad is not None
+        found["gain"] = gain.grad
+    return {name: value.double() for name, value in found.items()}
+
+
+def compare(
+    device: torch.device,
+    *,
+    tokens: int,
+    width: int,
+    heads: int,
+    sites: int,
+    block: int = 1,
+    group: int = 2,
+    normed: bool = False,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+) -> None:
+    """Hold the bank to the float32 tolerance, or in 16 bits to the error of PyTorch in the same dtype."""
+    generator = torch.Generator().manual_seed(seed)
+    draw = lambda *shape: torch.randn(*shape, generator=generator).to(device)  # noqa: E731
+    source, gradient = draw(sites, tokens, width).to(dtype), draw(sites, tokens, width).to(dtype)
+    query = (
+        draw(sites, width) * (heads / width) ** 0.5
+    )  # scores of order 1: no softmax so sharp that dz is all cancellation
+    gain = draw(sites, width).abs() + 0.5 if normed else None
+    found = run_bank(source, query, gain, gradient, heads=heads, block=block, group=group)
+    truth = run_reference(source.double(), query, gain, gradient, heads=heads, block=block)
+    plain = run_reference(source, query, gain, gradient, heads=heads, block=block)
+    for name, expected in truth.items():
+        assert found[name].shape == expected.shape, name
+        if dtype == torch.float32:
+            error = float((found[name] - expected).abs().max() / expected.abs().max().clamp_min(1e-30))
+            assert error <= TOLERANCE, f"{name}: {error:.2e} > {TOLERANCE:.0e}"
+        else:
+            error, allowed = float((found[name] - expected).norm()), float((plain[name] - expected).norm())
+            assert error <= allowed, f"{name}: {error:.3e} > {allowed:.3e} of PyTorch in {dtype}"
+
+
+def test_kernels_run_where_they_should(device: torch.device) -> None:
+    """Compiled on a GPU, interpreted elsewhere."""
+    assert tile.INTERPRETED == (device.type == "cpu")
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        dict(tokens=3, width=32, heads=2, sites=5, normed=True),
+        dict(tokens=1, width=320, heads=2, sites=3),  # 160 columns a head: no power of two
+        dict(tokens=2, width=48, heads=3, sites=4, group=1),  # heads no power of two
+        dict(tokens=2, width=32, heads=1, sites=5, group=3),
+        dict(tokens=2, width=16, heads=1, sites=1),
+        dict(tokens=2, width=16, heads=1, sites=2),
+        dict(tokens=2, width=32, heads=2, sites=6, block=2, normed=True),
+        dict(tokens=2, width=32, heads=2, sites=5, block=3, group=1),
+    ],
+    ids=lambda case: "-".join(f"{key}{value}" for key, value in case.items()),
+)
+def test_float32(device: torch.device, case: dict[str, int]) -> None:
+    """Output and every gradient are within 3e-6 of float64."""
+    compare(device, **case)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_sixteen_bits(device: torch.device, dtype: torch.dtype) -> None:
+    """In 16 bits no result is farther from float64 than PyTorch's."""
+    compare(device, tokens=3, width=64, heads=2, sites=6, normed=True, dtype=dtype)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sites", [73, 145])
+def test_many_sources(device: torch.device, sites: int) -> None:
+    """As many sources as 36 and 72 layers have."""
+    compare(device, tokens=1, width=16, heads=1, sites=sites, group=8)
+
+
+@pytest.mark.slow
+@settings(max_examples=8)
+@given(
+    tokens=st.integers(1, 3),
+    heads=st.sampled_from([1, 2, 3]),
+    units=st.integers(1, 5),
+    sites=st.integers(1, 7),
+    block=st.integers(1, 3),
+    group=st.integers(1, 5),
+    normed=st.booleans(),
+)
+def test_any_shape(tokens: int, heads: int, units: int, sites: int, block: int, group: int, normed: bool) -> None:
+    """Any shape and schedule."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    compare(
+        device,
+        tokens=tokens,
+        width=16 * heads * units,
+        heads=heads,
+        sites=sites,
+        block=block,
+        group=group,
+        normed=normed,
+    )
+
+
+@pytest.mark.slow
+def test_schedule_invariance_and_determinism(device: torch.device) -> None:
+    """Group sizes agree to rounding; the same run twice agrees to the bit."""
+    draw = lambda *shape: torch.randn(*shape, generator=torch.Generator().manual_seed(3)).to(device)  # noqa: E731
+    source, query, gradient = draw(7, 3, 32), draw(7, 32), draw(7, 3, 32)
+    runs = [run_bank(source, query, None, gradient, heads=2, block=1, group=group) for group in (1, 2, 3, 7, 3)]
+    for name, expected in runs[0].items():
+        for other in runs[1:]:
+            assert float((other[name] - expected).abs().max() / expected.abs().max()) <= TOLERANCE, name
+        assert torch.equal(runs[2][name], runs[4][name]), name
+
+
+class Tiny(torch.nn.Module):
+    """Three sublayers between four sites."""
+
+    def __init__(self, width: int, *, again: bool) -> None:
+        super().__init__()
+        self.query = torch.nn.Parameter(torch.randn(4, width) * 0.5)
+        self.maps = torch.nn.ParameterList(torch.randn(width, width) / width**0.5 for _ in range(3))
+        self.again = again
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        bank = SourceBank(self.query, x_TD, heads=2, eps=EPS, group=2)
+
+        def part(site: int, source: Tensor) -> Tensor:
+            return torch.tanh(bank.site(site, source) @ self.maps[site])
+
+        for site in range(3):
+            x_TD = checkpoint(part, site, x_TD, use_reentrant=False) if self.again else part(site, x_TD)
+        return bank.site(3, x_TD)
+
+
+def _gradients(model: torch.nn.Module, x: Tensor) -> list[Tensor]:
+    output = model(x)
+    parameters = [x, *model.parameters()]
+    return [output.detach(), *torch.autograd.grad(output.square().sum(), parameters)]
+
+
+def _tiny(again: bool, device: torch.device) -> tuple[Tiny, Tensor]:
+    torch.manual_seed(0)
+    model = Tiny(32, again=again).to(device)
+    return model, torch.randn(2, 32).to(device).requires_grad_()
+
+
+def test_activation_checkpointing_is_exact(device: torch.device) -> None:
+    """Recomputing every sublayer and its site gives the same bits."""
+    expected, found = (_gradients(*_tiny(again, device)) for again in (False, True))
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+
+
+def test_compiles_without_graph_breaks(device: torch.device) -> None:
+    """One graph forward, one backward, the same bits."""
+    model, x = _tiny(False, device)
+    expected = _gradients(model, x)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    found = _gradients(compiled, x)
+    for a, b in zip(expected, found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_second_backward_raises(device: torch.device) -> None:
+    """Rows are reused during backward, so a second one is refused, not wrong."""
+    model, x = _tiny(False, device)
+    loss = model(x).sum()
+    loss.backward(retain_graph=True)
+    with pytest.raises(KernelError, match="its backward pass is already done"):
+        loss.backward()
+
+
+def test_bank_refuses_what_it_cannot_route(device: torch.device) -> None:
+    """Widths, heads and dtypes out of range are named."""
+    x = torch.zeros(2, 24, device=device)
+    with pytest.raises(KernelError, match="a multiple of 16 and of the heads"):
+        SourceBank(torch.zeros(3, 24, device=device), x, heads=2, eps=EPS)
+    with pytest.raises(KernelError, match="float64 with 3 sites; allowed are float32, bfloat16, float16"):
+        SourceBank(torch.zeros(3, 32, device=device), torch.zeros(2, 32, device=device).double(), heads=2, eps=EPS)
