@@ -105,6 +105,11 @@ def build_report(
     return target
 
 
+def attachments(out: Path) -> list[Path]:
+    """Files of a written report worth keeping with the sweep it is about: the page, figures as PNG, tables as CSV."""
+    return [out / "report.html", *sorted((out / "figures").glob("*.png")), *sorted((out / "tables").glob("*.csv"))]
+
+
 def write_table(table: Table, folder: Path, formats: Sequence[str] = TABLE_FORMATS) -> list[Path]:
     """Write a table in each format; the paths written."""
     paths = []

@@ -47,6 +47,10 @@ def build(
     where: Where = None,
     curves: Curves = None,
     title: Annotated[str, typer.Option("--title", help="Heading of the report.")] = "Scaling report",
+    mlflow: Annotated[
+        str | None,
+        typer.Option("--mlflow", help="Store whose sweep gets the report, its figures and tables as artifacts."),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Write report.html (one file, no network), report.md, tables, figures, a LaTeX document and results.json."""
@@ -58,6 +62,8 @@ def build(
     page = build_report(
         source.table, source.histories, out=out, baseline=baseline, title=title, dropped=source.dropped, command=command
     )
+    if mlflow is not None:
+        _attach(runs, mlflow, out)
     typer.echo(json.dumps({"report": str(page), "runs": len(source.table)}) if as_json else str(page))
 
 
@@ -99,6 +105,19 @@ def figure(
         return
     target = out or Path(f"{name}.png")
     typer.echo(str(write_figure(catalog.picture(_findings(runs, baseline, columns, where, curves), name), target)))
+
+
+def _attach(runs: str, store: str, out: Path) -> None:
+    """Log the report's files into the parent run of the sweeps whose run folders are ``runs``."""
+    from scaling.analysis.report import attachments
+    from scaling.errors import UsageError
+    from scaling.tracking import sync
+
+    if not Path(runs).is_dir():
+        raise UsageError(
+            f"--mlflow: {runs} is no folder of run folders, so its sweep is not known; give that folder as RUNS"
+        )
+    sync(Path(runs), store_uri=store, figures=attachments(out))
 
 
 def _findings(

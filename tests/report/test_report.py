@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+import subprocess
 import time
 from html.parser import HTMLParser
 from pathlib import Path
@@ -17,6 +19,7 @@ from scaling.analysis.inquiry import complete, pick_baseline
 from scaling.analysis.report import build_report, write_picture
 from scaling.analysis.summary import summarize
 from scaling.errors import ScalingError, TableError
+from tests.conftest import missing
 
 EVIL = '"><script>window.bad=1</script><img src=x onerror=window.bad=1>'
 
@@ -169,3 +172,29 @@ def test_two_thousand_runs_are_written_quickly(planted: ModuleType, tmp_path: Pa
     page = build_report(runs, planted.histories(runs, points=20), out=tmp_path, baseline="m0")
     assert time.process_time() - began < 90
     assert page.stat().st_size < 12e6
+
+
+@pytest.mark.slow
+def test_the_latex_document_compiles(small: Path) -> None:
+    if shutil.which("pdflatex") is None:
+        missing("pdflatex (Debian packages texlive-latex-base and texlive-latex-recommended)")
+    done = subprocess.run(
+        ["pdflatex", "-interaction=nonstopmode", "-halt-on-error", "report.tex"],
+        cwd=small.parent / "latex", capture_output=True, text=True, errors="replace", timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-2000:]
+    assert (small.parent / "latex" / "report.pdf").read_bytes().startswith(b"%PDF-")
+
+
+@pytest.mark.slow
+def test_hostile_strings_compile_too(planted: ModuleType, tmp_path: Path) -> None:
+    if shutil.which("pdflatex") is None:
+        missing("pdflatex (Debian packages texlive-latex-base and texlive-latex-recommended)")
+    hostile = r"50% of a_b & #1 {x} \input ^~ $y$"
+    runs = planted.table(sizes=2, methods=("baseline", hostile))
+    page = build_report(runs, None, out=tmp_path, title=hostile, formats=("pdf",))
+    done = subprocess.run(
+        ["pdflatex", "-interaction=nonstopmode", "-halt-on-error", "report.tex"],
+        cwd=page.parent / "latex", capture_output=True, text=True, errors="replace", timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-2000:]
