@@ -51,7 +51,7 @@ def test_killed_fifty_times(
 ) -> None:
     config = make_config(
         store,
-        schedule={"steps": 900},
+        schedule={"steps": 1200},
         evaluation={"every_steps": 20},
         optimizer={"ema_decay": 0.99},
         run={"checkpoint_every_steps": 3, "log_every_steps": 4},
@@ -59,11 +59,18 @@ def test_killed_fifty_times(
     folder = RunFolder(tmp_path / "killed" / run_key(resolve(config)))
     generator = random.Random(0)
     before_save = after_save = 0
-    for _ in range(KILLS):
+    patience_s = 0.0  # twice what a start needs to its first checkpoint on this machine
+    for kill in range(KILLS):
         had = complete_steps(folder)
         process = server.Process(target=train, args=(config,), kwargs={"out": tmp_path / "killed"})
         process.start()
-        time.sleep(generator.uniform(0.0, 0.9))
+        if kill < 2:  # the first start also waits for the server
+            start_s = time.monotonic()
+            while complete_steps(folder) == had and time.monotonic() < start_s + 120:
+                time.sleep(0.01)
+            patience_s = 2 * (time.monotonic() - start_s)
+        else:
+            time.sleep(generator.uniform(0.0, patience_s))
         process.kill()
         process.join()
         assert process.exitcode == -signal.SIGKILL, "the run ended before it was killed often enough"
