@@ -11,6 +11,7 @@ checksums, and the checkpoint before is used. Saving copies the state to the hos
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import logging
@@ -107,7 +108,7 @@ class Checkpoints:
             "step": step,
             "permanent": permanent,
             "world_size": self._world.size,
-            "progress": dict(progress),
+            "progress": copy.deepcopy(dict(progress)),  # training goes on with the originals
         }
         self._thread = threading.Thread(target=self._write, args=(step, staged, record), name="checkpoint")
         self._thread.start()
@@ -215,10 +216,10 @@ class Checkpoints:
     def _newest(self) -> Checkpoint | None:
         paths = _folders(self._folder)
         for path in reversed(paths):
-            damage = _damage(path)
-            if damage is None:
+            found = damage(path)
+            if found is None:
                 return _read(path)
-            logger.warning("%s: %s; going back to the checkpoint before", path, damage)
+            logger.warning("%s: %s; going back to the checkpoint before", path, found)
         if paths:
             logger.warning("%s: no checkpoint is usable; starting from the beginning", self._folder)
         return None
@@ -247,9 +248,9 @@ def load_weights(path: Path, *, average: bool = False) -> dict[str, Tensor]:
             return load_file(file)
     candidates = [path] if (path / COMPLETE).exists() else _folders(path / "checkpoints") or _folders(path)
     for folder in reversed(candidates):
-        damage = _damage(folder)
-        if damage is not None:
-            logger.warning("%s: %s", folder, damage)
+        found = damage(folder)
+        if found is not None:
+            logger.warning("%s: %s", folder, found)
             continue
         from scaling import shards
 
@@ -294,7 +295,7 @@ def _read(path: Path) -> Checkpoint | None:
     return Checkpoint(path=path, **{name: record[name] for name in fields})
 
 
-def _damage(path: Path) -> str | None:
+def damage(path: Path) -> str | None:
     """What is wrong with a checkpoint's files; ``None`` where they are as they were written."""
     record = _read_record(path)
     if record is None:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from scaling import checkpoint as checkpoint_module
 from scaling.checkpoint import COMPLETE, Checkpoints, Entry, load_weights
 from scaling.distributed import World
 from scaling.errors import CheckpointError, LeaseError
@@ -58,13 +61,26 @@ def test_what_was_saved_comes_back(saved: Path) -> None:
         assert torch.equal(fresh[name].local, entry.local) and fresh[name].local.dtype == entry.local.dtype
 
 
-def test_saving_copies_the_state_at_once(tmp_path: Path) -> None:
+def test_saving_copies_the_state_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     state = entries(1.0)
     checkpoints = Checkpoints(tmp_path, World(), keep=1)
-    checkpoints.save(1, state, {})
+    progress: dict[str, Any] = {"values": [1.0]}
+    written = checkpoint_module._write_record
+
+    def late(path: Path, record: dict[str, Any]) -> None:
+        changed.wait(10)
+        written(path, record)
+
+    changed = threading.Event()
+    monkeypatch.setattr(checkpoint_module, "_write_record", late)
+    checkpoints.save(1, state, progress)
     for entry in state.values():
         entry.local.zero_()  # training goes on while the thread writes
+    progress["values"].append(2.0)
+    changed.set()
     checkpoints.finish(required=True)
+    latest = reopened(tmp_path).latest()
+    assert latest is not None and latest.progress == {"values": [1.0]}
     assert torch.equal(load_weights(tmp_path / "step-00000001")["weight"], torch.ones(4, 3))
 
 

@@ -22,7 +22,7 @@ def parameters() -> dict[str, nn.Parameter]:
 def set_gradients(named: dict[str, nn.Parameter], step: int) -> None:
     generator = torch.Generator().manual_seed(100 + step)
     for parameter in named.values():
-        parameter.grad = 3 * torch.randn(parameter.shape, generator=generator)
+        parameter.grad = 3 * torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
 
 
 @pytest.mark.parametrize(

@@ -183,7 +183,7 @@ def test_divergence_is_a_result(store: Path, tmp_path: Path, make_config: Any, m
     def poisoned(self: Loop, feed: Any) -> None:
         if self.step == 6:
             with torch.no_grad():
-                self.transformer.norm.weight.fill_(torch.nan)
+                self.transformer.get_parameter("norm.weight").fill_(torch.nan)
         advance(self, feed)
 
     monkeypatch.setattr(Loop, "_advance", poisoned)
