@@ -1,4 +1,4 @@
-"""``scaling probe``: look into a trained model."""
+"""``scaling probe``: look inside trained models."""
 
 from __future__ import annotations
 
@@ -7,17 +7,12 @@ from typing import Annotated
 
 import typer
 
-app = typer.Typer(help="Look into a trained model.", no_args_is_help=True)
+app = typer.Typer(help="Look inside trained models.", no_args_is_help=True)
 
 EPILOG = (
     "Examples:  scaling probe disagreement runs/3f0c...   |   "
     "scaling probe disagreement runs/3f0c... --heads 8 --draws 8 --out routing.npz --json"
 )
-
-
-@app.callback()
-def probes() -> None:
-    """Keep ``disagreement`` a subcommand."""
 
 
 @app.command(epilog=EPILOG)
