@@ -1,9 +1,8 @@
 """How far a law may be extrapolated: fit the small runs, predict the large ones.
 
-After ``certify``; shown beside every extrapolation. Runs are ordered by compute, never drawn at random: a random hold-
-out
-asks about interpolation. Each cut gives the relative error of every larger run against how many times more compute it
-took than the largest run fitted.
+After ``certify``; shown beside every extrapolation. Runs are ordered by compute, never drawn at random: a random
+hold- out asks about interpolation. Each cut gives the relative error of every larger run against how many times more
+compute it took than the largest run fitted.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """What a reader needs to reproduce a fit, item by item.
 
 Filled by ``fit`` and the comparisons, printed by the report. The items are those of the survey that found most papers
-omit
-several of them: form, variables, conventions, rows used and dropped with reasons, loss, delta, solver, starts,
+omit several of them: form, variables, conventions, rows used and dropped with reasons, loss, delta, solver, starts,
 convergence, interval, seeds.
 
 References

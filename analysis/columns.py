@@ -1,9 +1,8 @@
 """From anyone's table to the short names every analysis uses: N, D, C, loss, method, seed, lr, H, kv.
 
-Stands between files (or ``ingest`` for stores) and the analyses. A mapping takes a column's name, spaces allowed, or an
-arithmetic expression of columns and of names mapped before it (``D=C/(6*N)``); expressions are parsed into a syntax
-tree
-and only arithmetic is evaluated. A filter is one comparison (``loss<4.9``) or several joined by ``and``.
+Stands between files (or ``ingest`` for stores) and the analyses. A mapping takes a column's name, spaces allowed, or
+an arithmetic expression of columns and of names mapped before it (``D=C/(6*N)``); expressions are parsed into a
+syntax tree and only arithmetic is evaluated. A filter is one comparison (``loss<4.9``) or several joined by ``and``.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Noise that is not seed noise: within a curve, and of the evaluation set.
 
 Beside ``noise``: reads curves (run, step, loss) and per-document losses instead of final results. What fluctuates at
-the
-end of a curve is a few percent of the spread over seeds, because a run keeps its offset from the other seeds from one
-evaluation to the next; averaging the tail does not lower seed noise.
+the end of a curve is a few percent of the spread over seeds, because a run keeps its offset from the other seeds from
+one evaluation to the next; averaging the tail does not lower seed noise.
 """
 
 from __future__ import annotations

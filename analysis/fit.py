@@ -1,8 +1,7 @@
 """Fit a scaling law to a table of runs.
 
-Between tables (``columns``, ``screen``) and the solver (``certify``, ``uncertainty``): picks rows, fits one law or one
-a
-method with some parameters shared, tests which sharing the data warrant, adds the intervals asked for and the
+Between tables (``columns``, ``screen``) and the solver (``certify``, ``uncertainty``): picks rows, fits one law or
+one a method with some parameters shared, tests which sharing the data warrant, adds the intervals asked for and the
 checklist.
 """
 

@@ -1,9 +1,8 @@
 """The compute-optimal split of a budget between parameters and tokens, from a fitted law.
 
 After ``fit``: N*(C), D*(C) and tokens per parameter of a law in N and D, with intervals from the same refits as the
-law's
-own parameters. ``C = k N D`` is a convention and part of the result (k is 6 by default; it is wrong for small models,
-where attention and the vocabulary dominate).
+law's own parameters. ``C = k N D`` is a convention and part of the result (k is 6 by default; it is wrong for small
+models, where attention and the vocabulary dominate).
 """
 
 from __future__ import annotations

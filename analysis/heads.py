@@ -62,7 +62,8 @@ def head_optimum(
 def _heads(part: pd.DataFrame, screened: Screened, *, sd: float, df: float, level: float) -> Result:
     grouped = part.groupby("H", sort=True)["loss"]
     heads = grouped.mean().index.to_numpy(dtype=np.float64)
-    mean, count = grouped.mean().to_numpy(dtype=np.float64), grouped.size().to_numpy(dtype=np.float64)
+    mean: Floats = grouped.mean().to_numpy(dtype=np.float64)
+    count = np.asarray(grouped.size(), dtype=np.float64)
     if len(heads) < 2:
         raise FitError(f"head count: only H = {heads[0]:g} was run, two or more counts are needed")
     best = int(np.argmin(mean))

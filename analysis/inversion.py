@@ -1,10 +1,8 @@
 """The compute at which a law reaches a loss, and how that answer moves with the data.
 
 Between ``certify`` and ``speedup``. A baseline's law is fitted by least squares to the mean losses of its cells, free
-or
-with the asymptote shared with the method it is compared to; inverting it gives the cost of any loss above the
-asymptote,
-with derivatives for the delta method.
+or with the asymptote shared with the method it is compared to; inverting it gives the cost of any loss above the
+asymptote, with derivatives for the delta method.
 """
 
 from __future__ import annotations

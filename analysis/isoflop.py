@@ -1,10 +1,9 @@
 """IsoFLOP profiles (Approach 2): the best size at each budget, then a power law through the optima.
 
-After ``screen``. Each budget's losses give a minimum in log N by an Akima spline or a parabola; minima at the edge and
-parabolas that open downwards are refused, not used. Noise is drawn anew in every replicate, so the interval contains
-the
-uncertainty of each optimum. The known bias is stated with every result: where alpha and beta differ, the vertex of a
-parabola is shifted by a constant factor, and grids off their centre bias the exponent (arXiv:2603.22339).
+After ``screen``. Each budget's losses give a minimum in log N by an Akima spline or a parabola; minima at the edge
+and parabolas that open downwards are refused, not used. Noise is drawn anew in every replicate, so the interval
+contains the uncertainty of each optimum. The known bias is stated with every result: where alpha and beta differ, the
+vertex of a parabola is shifted by a constant factor, and grids off their centre bias the exponent (arXiv:2603.22339).
 """
 
 from __future__ import annotations

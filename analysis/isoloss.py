@@ -1,8 +1,7 @@
 """The arithmetic of an iso-loss speedup: per-scale log speedups with their covariance.
 
-Between ``inversion`` and ``speedup``: two arms of cells and a noise level in, log speedups, covariance, trend contrast
-and
-bootstrap draws out. Nothing here reads tables or writes results.
+Between ``inversion`` and ``speedup``: two arms of cells and a noise level in, log speedups, covariance, trend
+contrast and bootstrap draws out. Nothing here reads tables or writes results.
 
 Shapes: R draws, k scales of the method, c cells of both arms (baseline first).
 """

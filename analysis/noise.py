@@ -2,9 +2,8 @@
 
 After ``screen``. Four kinds, kept apart because they answer different questions: spread over seeds (the only one that
 counts for claims about methods), fluctuation at the end of a curve (which is not seed noise: a run keeps its offset
-from
-the ensemble), sampling of the evaluation set (common to all runs, cancels in differences), and repeats of one seed.
-``noise_power`` turns a floor into what an experiment can show.
+from the ensemble), sampling of the evaluation set (common to all runs, cancels in differences), and repeats of one
+seed. ``noise_power`` turns a floor into what an experiment can show.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """Damped Newton on robust losses, for many refits of one law at once.
 
-Between ``model`` and ``fit``/``uncertainty``. Each refit has its own weights (a resample is a vector of counts over the
-same rows) or its own losses (a parametric draw). A refit first takes steps of reweighted least squares, which cannot
-overshoot, while the Huber delta shrinks from the spread of its residuals to the one asked for; then exact Newton steps.
-Convergence is the solver's own test on the gradient relative to the objective: no tolerance is absolute, so an
-objective
-of 1e-3 or 1e-9 is minimised as well as one of 1 (scipy's L-BFGS-B divides by ``max(|f|, 1)`` and stops at its start).
+Between ``model`` and ``fit``/``uncertainty``. Each refit has its own weights (a resample is a vector of counts over
+the same rows) or its own losses (a parametric draw). A refit first takes steps of reweighted least squares, which
+cannot overshoot, while the Huber delta shrinks from the spread of its residuals to the one asked for; then exact
+Newton steps. Convergence is the solver's own test on the gradient relative to the objective: no tolerance is
+absolute, so an objective of 1e-3 or 1e-9 is minimised as well as one of 1 (scipy's L-BFGS-B divides by ``max(|f|,
+1)`` and stops at its start).
 
 Shapes: R refits, n rows, P parameters, in the solver's units of ``model``.
 """

@@ -1,10 +1,9 @@
 """Starting points of a law computed from the data, so that no user has to guess one.
 
-Between ``laws`` and ``solver``. Given the exponents, a sum of power terms is linear in its amplitudes; so each point of
-a coarse grid of exponents has its best amplitudes in closed form (variable projection, Golub and Pereyra 1973). Rows
-are
-weighted by 1/L**2, which makes squares of the loss stand for squares of its logarithm. The best cells of that grid that
-are not neighbours are the starts.
+Between ``laws`` and ``solver``. Given the exponents, a sum of power terms is linear in its amplitudes; so each point
+of a coarse grid of exponents has its best amplitudes in closed form (variable projection, Golub and Pereyra 1973).
+Rows are weighted by 1/L**2, which makes squares of the loss stand for squares of its logarithm. The best cells of
+that grid that are not neighbours are the starts.
 """
 
 from __future__ import annotations

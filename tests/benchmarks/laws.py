@@ -93,17 +93,17 @@ def main() -> None:
     grid_s = cpu(lambda: found.extend(float(minimize(objective, s, args=data, method="L-BFGS-B").fun) for s in chosen))
     reached = np.mean(np.array(found) < fitted.objective * (1 + 1e-6))
 
-    def resample() -> None:
+    def resample() -> object:
         pick = rng.integers(0, len(y), len(y))
-        minimize(objective, HOFFMANN, args=tuple(v[pick] for v in data), jac=gradient, method="BFGS")
+        return minimize(objective, HOFFMANN, args=tuple(v[pick] for v in data), jac=gradient, method="BFGS")
 
     their_boot_s = cpu(lambda: [resample() for _ in range(options.their_resamples)])
 
     def prediction(_: object, a: float, b: float, e: float, alpha: float, beta: float) -> Floats:
         return np.asarray(np.logaddexp(np.logaddexp(a - alpha * data[0], b - beta * data[1]), e), dtype=np.float64)
 
-    def scipy_fit() -> None:
-        curve_fit(prediction, np.arange(len(y)), data[2], p0=HOFFMANN, method="trf", loss="huber", f_scale=DELTA)
+    def scipy_fit() -> object:
+        return curve_fit(prediction, np.arange(len(y)), data[2], p0=HOFFMANN, method="trf", loss="huber", f_scale=DELTA)
 
     scipy_s = cpu(lambda: [scipy_fit() for _ in range(10)]) / 10
     default, _ = curve_fit(prediction, np.arange(len(y)), data[2])
