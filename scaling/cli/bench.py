@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-app = typer.Typer(help="Time kernels and training steps on this machine's GPU.", no_args_is_help=True)
+app = typer.Typer(help="Kernels and training steps, side by side in one run.", no_args_is_help=True)
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 Shapes = Annotated[
