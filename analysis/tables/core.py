@@ -42,7 +42,8 @@ def runs(table: pd.DataFrame, *, title: str = "Runs") -> Table:
     if "n_params" in table and "size" in table:
         frame = frame.assign(size_sort=frame["n_params"].astype("Float64"))
     seeds = table["seed"].nunique() if "seed" in table else 0
-    caption = f"{_plural(len(table), 'run')}, {_plural(seeds, 'seed')}. Loss is the held-out loss at the last step."
+    counted = _plural(len(table), "run") + (f", {_plural(seeds, 'seed')}" if seeds else "")
+    caption = f"{counted}. Loss is the held-out loss at the last step."
     return Table(name="runs", title=title, caption=caption, columns=columns, frame=frame.reset_index(drop=True))
 
 

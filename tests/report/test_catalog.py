@@ -28,7 +28,8 @@ def grid(planted: ModuleType) -> pd.DataFrame:
     routed = base[(base["method"] == "mhar") & base["size"].isin(base["size"].unique()[:2])]
     for place, (heads, kv, rate) in enumerate(((2, 4, 1e-3), (2, 2, 1e-3), (8, 2, 1e-3), (8, 4, 2e-3))):
         parts.append(routed.assign(heads=heads, kv=kv, lr=rate, run_key=routed["run_key"] + f"{place}"))
-    return pd.concat(parts, ignore_index=True)
+    runs = pd.concat(parts, ignore_index=True)
+    return runs.assign(curve_hash=runs["run_key"])  # else copies of one curve, which analyses leave out
 
 
 def histories(planted: ModuleType, runs: pd.DataFrame) -> pd.DataFrame:
