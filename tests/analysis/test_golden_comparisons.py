@@ -130,7 +130,9 @@ def test_seed_noise_of_datablations(shared: Path) -> None:
     table = pd.read_csv(shared / "data/datablations/raw_named_losses.csv")
     parts = table["run_name"].str.extract(r"^(?P<group>.*?)(?:seed|s)(?P<seed>\d+)$")
     table = table.assign(loss=table["val_loss"], **parts).dropna(subset=["group", "seed"])
-    table["size"] = np.where(table["group"].str.startswith("4b2"), "4b2", np.where(table["group"].str.startswith("2b8"), "2b8", "other"))
+    table["size"] = np.where(
+        table["group"].str.startswith("4b2"), "4b2", np.where(table["group"].str.startswith("2b8"), "2b8", "other")
+    )
     table = table[table["size"] != "other"]
     result = noise_floor(table[["group", "size", "seed", "loss"]], by=["size", "group"], min_runs=4)
     sds: dict[str, list[float]] = {"2b8": [], "4b2": []}
@@ -152,7 +154,9 @@ def test_mcnemar(
     gains: int, losses: int, exact: float, mid: float, chi2: float, continuity: float, odds: tuple[float, float, float]
 ) -> None:
     p = mcnemar(gains, losses)
-    assert [p["exact"], p["mid_p"], p["chi2"], p["chi2_continuity"]] == pytest.approx([exact, mid, chi2, continuity], rel=2e-4)
+    assert [p["exact"], p["mid_p"], p["chi2"], p["chi2_continuity"]] == pytest.approx(
+        [exact, mid, chi2, continuity], rel=2e-4
+    )
     assert odds_interval(gains, losses, 0.95) == pytest.approx(odds, abs=6e-4)
     result = compare_items(gains=gains, losses=losses)["method"]
     assert result.details["p"] == p["mid_p"] and result.details["exact"] == pytest.approx(exact, rel=2e-4)

@@ -77,10 +77,21 @@ def test_bootstrap(fitted: Fitted) -> None:
         # The published solver stopped at a gradient of 1e-5; ours has the lower objective.
         assert drawn[name][0] == pytest.approx(value, rel=2e-5), name
     # One resample of the 4,000 moves the SD of B by 1.5%; those of the others by less than the digits published.
-    published = {"A": (124.52232, 5e-4), "B": (1293.28410, 2e-2), "E": (0.02566, 1e-3), "alpha": (0.01540, 1e-3), "beta": (0.02060, 1e-3)}
+    published = {
+        "A": (124.52232, 5e-4),
+        "B": (1293.28410, 2e-2),
+        "E": (0.02566, 1e-3),
+        "alpha": (0.01540, 1e-3),
+        "beta": (0.02060, 1e-3),
+    }
     for name, (value, tolerance) in published.items():
         assert np.std(drawn[name], ddof=1) == pytest.approx(value, rel=tolerance), name
-    for name, low, high in (("A", 285.214, 743.626), ("E", 1.769, 1.871), ("alpha", 0.317, 0.373), ("beta", 0.331, 0.415)):
+    for name, low, high in (
+        ("A", 285.214, 743.626),
+        ("E", 1.769, 1.871),
+        ("alpha", 0.317, 0.373),
+        ("beta", 0.331, 0.415),
+    ):
         ends = np.quantile(drawn[name], [0.025, 0.975])
         assert ends == pytest.approx([low, high], rel=5e-3), name
     share = drawn["beta"] / (drawn["alpha"] + drawn["beta"])
@@ -100,7 +111,13 @@ def test_frontier_of_chinchilla(points: pd.DataFrame) -> None:
 
 def test_hoffmann_is_no_optimum(points: pd.DataFrame) -> None:
     # The logarithms of the TeX source: rounded values already cost 1e-4 of the objective.
-    given = {"A": np.exp(6.0073404), "B": np.exp(6.0179186), "E": np.exp(0.5267228), "alpha": 0.33917084, "beta": 0.2849083}
+    given = {
+        "A": np.exp(6.0073404),
+        "B": np.exp(6.0179186),
+        "E": np.exp(0.5267228),
+        "alpha": 0.33917084,
+        "beta": 0.2849083,
+    }
     x = {v: points[v].to_numpy() for v in ("N", "D")}
     graded = certify(get_law("chinchilla"), x, points["loss"].to_numpy(), given)
     assert graded.objective == pytest.approx(0.00123116, rel=1e-5)
@@ -139,7 +156,9 @@ def test_porian(shared: Path, steps: tuple[str, ...]) -> None:
     assert exponent[0] == pytest.approx(weighted, abs=6e-5)
 
     raw = select("isoflop_points.csv")
-    result = fit_isoflop(pd.DataFrame({"N": raw["n"], "C": raw["flops"], "loss": raw["loss"]}), noise=PORIAN_NOISE, draws=500)
+    result = fit_isoflop(
+        pd.DataFrame({"N": raw["n"], "C": raw["flops"], "loss": raw["loss"]}), noise=PORIAN_NOISE, draws=500
+    )
     assert result.interval is not None
     ours = result.interval.low["N_exponent"], result.interval.high["N_exponent"]
     assert ours[0] <= high and ours[1] >= low
@@ -150,7 +169,12 @@ def test_porian_published_loss_fit_is_a_start(shared: Path) -> None:
     """Their weighted loss fit is a grid start (A = e^5, E = 1, alpha = 0.1) in 9 of 10 rows: refused as unmoved."""
     folder = shared / "data/porian-discrepancies"
     fits, optima = pd.read_csv(folder / "published_fits.csv"), pd.read_csv(folder / "optimal_pairs.csv")
-    bad = fits[(fits["fit"] == "weighted") & (fits["dataset"] == "rw") & np.isclose(fits["A"], np.exp(5)) & (fits["alpha"] == 0.1)]
+    bad = fits[
+        (fits["fit"] == "weighted")
+        & (fits["dataset"] == "rw")
+        & np.isclose(fits["A"], np.exp(5))
+        & (fits["alpha"] == 0.1)
+    ]
     assert len(bad) == 9
     for _, row in bad.iterrows():
         part = optima[(optima[RUNS] == row[RUNS]).all(axis=1) & optima["loss"].notna()]
@@ -182,7 +206,9 @@ def test_gadre(shared: Path) -> None:
     for target, error in (((table["N"] > 1e9) & (multiplier == 32), 0.7103), (table["N"] > 6e9, 0.7320)):
         run = table[target]
         assert len(run) == 1
-        predicted = float(np.exp(law.log_loss(theta, {"N": run["N"].to_numpy(float), "D": run["D"].to_numpy(float)}))[0, 0])
+        predicted = float(
+            np.exp(law.log_loss(theta, {"N": run["N"].to_numpy(float), "D": run["D"].to_numpy(float)}))[0, 0]
+        )
         assert 100 * abs(predicted / float(run["loss"].iloc[0]) - 1) == pytest.approx(error, abs=6e-5)
 
 

@@ -64,15 +64,39 @@ def random_store(folder: Path, *, vocab: int, tokens: int) -> Path:
     np.save(folder / TOKEN_BYTES, np.full(vocab, 3, dtype=np.uint16))
     cut = documents - held
     parts = (
-        Part(split="train", source="random", first_token=0, last_token=cut * 1000, first_document=0, last_document=cut,
-             text_bytes=cut * 3000),
-        Part(split="held_out", source="random", first_token=cut * 1000, last_token=tokens, first_document=cut,
-             last_document=documents, text_bytes=held * 3000),
+        Part(
+            split="train",
+            source="random",
+            first_token=0,
+            last_token=cut * 1000,
+            first_document=0,
+            last_document=cut,
+            text_bytes=cut * 3000,
+        ),
+        Part(
+            split="held_out",
+            source="random",
+            first_token=cut * 1000,
+            last_token=tokens,
+            first_document=cut,
+            last_document=documents,
+            text_bytes=held * 3000,
+        ),
     )
     meta = StoreMeta(
-        format=FORMAT, version=VERSION, fingerprint=f"random{vocab}-{tokens}", vocab_size=vocab, end_of_document=0,
-        num_tokens=tokens, num_documents=documents, text_bytes=tokens * 3, bytes_per_token=3.0, held_out_fraction=0.1,
-        tokenizer=None, tokenizer_sha256="", parts=parts,
+        format=FORMAT,
+        version=VERSION,
+        fingerprint=f"random{vocab}-{tokens}",
+        vocab_size=vocab,
+        end_of_document=0,
+        num_tokens=tokens,
+        num_documents=documents,
+        text_bytes=tokens * 3,
+        bytes_per_token=3.0,
+        held_out_fraction=0.1,
+        tokenizer=None,
+        tokenizer_sha256="",
+        parts=parts,
     )
     (folder / META).write_text(dump_meta(meta), encoding="utf-8")
     return folder
@@ -95,15 +119,26 @@ def mfu(args: argparse.Namespace) -> dict[str, Any]:
             continue
         model = dict(TINY) if args.tiny else {"size": size}
         steps = 6 if args.tiny else 24
-        store = random_store(args.scratch / "random", vocab=512 if args.tiny else 32768, tokens=400_000 if args.tiny else 4_000_000)
+        store = random_store(
+            args.scratch / "random", vocab=512 if args.tiny else 32768, tokens=400_000 if args.tiny else 4_000_000
+        )
         config = configure(
             store,
             model=model,
-            data={"path": str(store), "seq_len": 64 if args.tiny else SEQ_LEN, "batch_size": 8 if args.tiny else batch,
-                  "micro_batch_size": 4 if args.tiny else rows},
+            data={
+                "path": str(store),
+                "seq_len": 64 if args.tiny else SEQ_LEN,
+                "batch_size": 8 if args.tiny else batch,
+                "micro_batch_size": 4 if args.tiny else rows,
+            },
             schedule={"steps": steps, "warmup_steps": 2},
             evaluation={"every_steps": 1000, "num_sequences": 16},
-            run={"log_every_steps": max(1, steps // 3), "compile": CUDA, "save_weights": False, "seed": list(LADDER).index(size)},
+            run={
+                "log_every_steps": max(1, steps // 3),
+                "compile": CUDA,
+                "save_weights": False,
+                "seed": list(LADDER).index(size),
+            },
         )
         start_s = time.perf_counter()
         try:
@@ -115,7 +150,9 @@ def mfu(args: argparse.Namespace) -> dict[str, Any]:
         lines = [point for point in points(config, args.scratch / "mfu") if "perf/tokens_per_s" in point]
         keys = ("perf/mfu", "perf/tokens_per_s", "perf/step_time_s", "perf/data_wait_s", "mem/peak_gib", "train/loss")
         results[size] = {key: lines[-1].get(key) for key in keys} | {
-            "status": end.status, "whole_s": time.perf_counter() - start_s, "rows": rows,
+            "status": end.status,
+            "whole_s": time.perf_counter() - start_s,
+            "rows": rows,
             "mfu_by_interval": [line.get("perf/mfu") for line in lines],
         }
         print(f"mfu {size}: {results[size]}", flush=True)
@@ -143,9 +180,13 @@ def corpus(args: argparse.Namespace) -> dict[str, Any]:
         return {"error": done.stderr[-1500:]}
     end = json.loads(done.stdout)
     lines = points(config, args.scratch / "corpus")
-    return {"status": end["status"], "step": end["step"], "final": end["final"],
-            "loss": [(p["step"], p["train/loss"]) for p in lines if "train/loss" in p],
-            "mfu": [p["perf/mfu"] for p in lines if "perf/mfu" in p]}
+    return {
+        "status": end["status"],
+        "step": end["step"],
+        "final": end["final"],
+        "loss": [(p["step"], p["train/loss"]) for p in lines if "train/loss" in p],
+        "mfu": [p["perf/mfu"] for p in lines if "perf/mfu" in p],
+    }
 
 
 def timed(function: Callable[[], object], repeats: int) -> float:
@@ -205,8 +246,12 @@ def loss(args: argparse.Namespace) -> dict[str, Any]:
                 base = torch.cuda.memory_allocated()
             seconds = timed(run(function), 1 if args.tiny else 5)
             peak = (torch.cuda.max_memory_allocated() - base) / 2**30 if CUDA else 0.0
-            results[name] = {"ms": seconds * 1e3, "flops_fraction": 6 * n * d * v / seconds / 989.5e12, "peak_gib": peak,
-                             "loss": float(function(hidden, weight)) / n}
+            results[name] = {
+                "ms": seconds * 1e3,
+                "flops_fraction": 6 * n * d * v / seconds / 989.5e12,
+                "peak_gib": peak,
+                "loss": float(function(hidden, weight)) / n,
+            }
         except Exception as error:
             results[name] = {"error": str(error)[:300]}
         print(f"loss {name}: {results[name]}", flush=True)
@@ -228,7 +273,9 @@ def packing(args: argparse.Namespace) -> dict[str, Any]:
             pipe = args.scratch / "mps"
             pipe.mkdir(exist_ok=True)
             env |= {"CUDA_MPS_PIPE_DIRECTORY": str(pipe), "CUDA_MPS_LOG_DIRECTORY": str(pipe)}
-            started = subprocess.run(["nvidia-cuda-mps-control", "-d"], env=env, capture_output=True, text=True, check=False)
+            started = subprocess.run(
+                ["nvidia-cuda-mps-control", "-d"], env=env, capture_output=True, text=True, check=False
+            )
             if started.returncode:
                 results["mps"] = f"did not start: {started.stdout} {started.stderr}"[:300]
                 continue
@@ -239,7 +286,9 @@ def packing(args: argparse.Namespace) -> dict[str, Any]:
                 print(f"packing {key}: {results[key]}", flush=True)
         finally:
             if mps:
-                subprocess.run(["nvidia-cuda-mps-control"], input="quit\n", env=env, text=True, check=False, capture_output=True)
+                subprocess.run(
+                    ["nvidia-cuda-mps-control"], input="quit\n", env=env, text=True, check=False, capture_output=True
+                )
     alone = results.get("1 at once", {}).get("tokens_per_s")
     if alone:
         for value in results.values():
@@ -248,7 +297,9 @@ def packing(args: argparse.Namespace) -> dict[str, Any]:
     return results
 
 
-def pack(args: argparse.Namespace, store: Path, number: int, steps: int, env: dict[str, str], *, tag: str) -> dict[str, Any]:
+def pack(
+    args: argparse.Namespace, store: Path, number: int, steps: int, env: dict[str, str], *, tag: str
+) -> dict[str, Any]:
     out = args.scratch / f"pack{tag}"
     running, configs = [], []
     for seed in range(number):
@@ -394,10 +445,16 @@ def public(args: argparse.Namespace) -> dict[str, Any]:
     device = "cuda" if CUDA else "cpu"
     rows, length = (4, 64) if args.tiny else (16, SEQ_LEN)
     qwen = Qwen3Config(
-        vocab_size=shape["vocab_size"], hidden_size=shape["d_model"], intermediate_size=shape["d_ffn"],
-        num_hidden_layers=shape["num_layers"], num_attention_heads=shape["num_heads"],
-        num_key_value_heads=shape["num_kv_heads"], head_dim=shape["d_model"] // shape["num_heads"],
-        tie_word_embeddings=True, use_cache=False, attn_implementation="sdpa",
+        vocab_size=shape["vocab_size"],
+        hidden_size=shape["d_model"],
+        intermediate_size=shape["d_ffn"],
+        num_hidden_layers=shape["num_layers"],
+        num_attention_heads=shape["num_heads"],
+        num_key_value_heads=shape["num_kv_heads"],
+        head_dim=shape["d_model"] // shape["num_heads"],
+        tie_word_embeddings=True,
+        use_cache=False,
+        attn_implementation="sdpa",
     )
     model = Qwen3ForCausalLM(qwen).to(device)
     step_model = torch.compile(model) if CUDA else model
@@ -417,8 +474,12 @@ def public(args: argparse.Namespace) -> dict[str, Any]:
     seconds = timed(step, 1 if args.tiny else 5)
     tokens_per_s = rows * pieces * length / seconds
     flops = count_flops(ModelConfig(**shape), length).training
-    result = {"tokens_per_s": tokens_per_s, "mfu": flops * tokens_per_s / 989.5e12, "rows": rows,
-              "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if CUDA else 0.0}
+    result = {
+        "tokens_per_s": tokens_per_s,
+        "mfu": flops * tokens_per_s / 989.5e12,
+        "rows": rows,
+        "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if CUDA else 0.0,
+    }
     print(f"public: {result}", flush=True)
     return result
 
