@@ -277,9 +277,12 @@ def test_refused_sbatch_leaves_nothing(make: Any, finish: Any, toy: Any) -> None
 
 def test_controller_down_at_submit_and_during_status(make: Any, wait: Any, finish: Any, toy: Any, cluster: Any) -> None:
     planned = make("down", steps=150, grid={"seed": [0, 1]}, resources={"time": 10})
-    new, held = make("new", steps=2), make("held", steps=2, resources={"sbatch": {"hold": True}})
+    new = make("new", steps=2)
+    held = make("held", steps=3, resources={"sbatch": {"hold": True}})
     toy(**{run.label: "slow" for run in planned.runs[:1]})
     submitter(planned, trainer=TOY).submit()
+    submitter(held, trainer=TOY).submit()
+    assert status(held).counts == {"queued": 1}
     wait(
         lambda: status(planned).counts.get("done", 0) == 1 and status(planned).counts.get("running", 0) == 1, 60, "one"
     )
