@@ -20,6 +20,7 @@ from scaling.sweeps.estimate import Device, concerns, gpu_hours, run_s, wall_s
 from scaling.sweeps.plan import Plan, PlannedRun
 from scaling.sweeps.resources import clock
 from scaling.sweeps.status import RunStatus, SweepStatus, status
+from scaling.sweeps.watch import PatientSlurm
 
 COLORS: Final = {
     "done": "green", "running": "cyan", "failed": "red", "diverged": "magenta", "stalled": "yellow",
@@ -167,12 +168,13 @@ class Progress:
         self.plan = plan
         self.console = terminal or console(stderr=True)
         self.clock_s = clock_s
+        self.slurm = PatientSlurm()  # asked only where the sweep was submitted to Slurm before
         self.live: Live | None = None
         self.next_s = 0.0
         self.words: dict[str, str] = {}
 
     def __enter__(self) -> Progress:
-        self.words = {item.run.key: item.state.word for item in status(self.plan).runs}
+        self.words = {item.run.key: item.state.word for item in status(self.plan, slurm=self.slurm).runs}
         if self.console.is_terminal:
             self.live = Live(console=self.console, auto_refresh=False)
             self.live.__enter__()
@@ -191,7 +193,7 @@ class Progress:
         if self.clock_s() < self.next_s:
             return
         self.next_s = self.clock_s() + LIVE_S
-        now = status(self.plan)
+        now = status(self.plan, slurm=self.slurm)
         if self.live is not None:
             self.live.update(status_table(now, _interesting(now), limit=self.console.size.height - 8), refresh=True)
             return

@@ -179,7 +179,11 @@ class Pool:
         if request is None:
             return
         worker.request = None
-        record = RunFolder(Path(request.out) / request.key).end()
+        try:
+            record = RunFolder(Path(request.out) / request.key).end()
+        except ScalingError as error:
+            self._settle(Outcome(key=request.key, outcome="failed", reason=str(error)))
+            return
         if record is not None:
             self._settle(Outcome(key=request.key, outcome=record.status, reason=record.reason))
         elif self.stopped_by is not None:

@@ -250,7 +250,11 @@ def loss(args: argparse.Namespace) -> dict[str, Any]:
                 "ms": seconds * 1e3,
                 "flops_fraction": 6 * n * d * v / seconds / 989.5e12,
                 "peak_gib": peak,
+<<<<<<< HEAD
                 "loss": float(function(hidden, weight).detach()) / n,
+=======
+                "loss": float(function(hidden, weight)) / n,
+>>>>>>> sweeps
             }
         except Exception as error:
             results[name] = {"error": str(error)[:300]}

@@ -37,9 +37,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.slurm)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
-    """A cluster of 4 nodes for the whole session; this process's clients and jobs talk to it."""
+    """A cluster of 4 nodes for a module; this process's clients and jobs talk to it meanwhile."""
     missing = clusters.missing_programs()
     if os.geteuid() != 0:
         missing.append("root")
@@ -82,7 +82,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def make_in(store: Path, cluster: Any) -> Callable[..., Any]:
     """Make the plan of a sweep of tiny runs in a folder; keyword arguments are sections of its file."""
     import yaml

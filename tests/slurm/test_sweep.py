@@ -277,9 +277,12 @@ def test_refused_sbatch_leaves_nothing(make: Any, finish: Any, toy: Any) -> None
 
 def test_controller_down_at_submit_and_during_status(make: Any, wait: Any, finish: Any, toy: Any, cluster: Any) -> None:
     planned = make("down", steps=150, grid={"seed": [0, 1]}, resources={"time": 10})
-    new, held = make("new", steps=2), make("held", steps=2, resources={"sbatch": {"hold": True}})
+    new = make("new", steps=2)
+    held = make("held", steps=3, resources={"sbatch": {"hold": True}})
     toy(**{run.label: "slow" for run in planned.runs[:1]})
     submitter(planned, trainer=TOY).submit()
+    submitter(held, trainer=TOY).submit()
+    assert status(held).counts == {"queued": 1}
     wait(
         lambda: status(planned).counts.get("done", 0) == 1 and status(planned).counts.get("running", 0) == 1, 60, "one"
     )
@@ -412,3 +415,30 @@ def finish_part(planned: Any, count: int, limit_s: float) -> bool:
             return False
         time.sleep(0.5)
     return True
+
+
+def test_preset_at_toy_size_runs_to_a_report(
+    store: Path, cluster: Any, finish: Any, check_records: Any, tmp_path: Path
+) -> None:
+    from scaling.analysis.ingest import read_runs
+    from scaling.analysis.report import build_report
+    from scaling.sweeps.plan import plan
+    from scaling.sweeps.spec import load_spec
+
+    settings = [
+        "size=6k", "method=[baseline,mhar]", "H=4", "seed=[0,1]", "lr=1e-2", f"data.path={store}", "data.seq_len=32",
+        "data.batch_size=4", "model.vocab_size=257", "schedule.tokens_per_parameter=null", "schedule.steps=20",
+        "evaluation.every_steps=10", "evaluation.num_sequences=16", "evaluation.tail=1", "run.device=cpu",
+        "precision.mode=fp32", "resources.time=10", "resources.signal=10", "resources.memory=200M",
+        "resources.gpus=0", "resources.cpus=1", "resources.runs_per_job=2",
+    ]  # fmt: skip
+    planned = plan(load_spec("quickstart", settings), tmp_path / "runs")
+    assert submitter(planned).submit().runs == 4
+    now = finish(planned, 150)
+    assert now.counts == {"done": 4}
+    check_records(planned, now)
+    read = read_runs(planned.out, histories=True)
+    assert sorted(read.table["method"]) == ["baseline", "baseline", "mhar", "mhar"]
+    report = build_report(read.table, read.histories, out=tmp_path / "report", formats=("png",))
+    text = report.read_text(encoding="utf-8")
+    assert report.name == "report.html" and "mhar" in text

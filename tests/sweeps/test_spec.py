@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from scaling.errors import ConfigError, GridError
-from scaling.sweeps.document import merge
+from scaling.sweeps.document import merge, preset_names
 from scaling.sweeps.plan import plan
 from scaling.sweeps.spec import load_spec
 
@@ -222,3 +222,11 @@ def test_options_of_the_base_method_do_not_leak_into_others(tmp_path: Path) -> N
     assert sorted(run.label.split("-kv")[0] for run in planned.runs) == ["50k-baseline", "50k-mhar-h4"]
     with pytest.raises(GridError, match="unknown key 'model.residual.haeds'"):
         plan(load_spec(write(tmp_path, text.replace("heads", "haeds"))), tmp_path)
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_every_preset_plans_by_name_and_by_extends(tmp_path: Path, name: str) -> None:
+    by_name = plan(load_spec(name), tmp_path / "runs")
+    by_extends = plan(load_spec(write(tmp_path, f"extends: {name}\nname: mine\n")), tmp_path / "runs")
+    assert [run.key for run in by_name.runs] == [run.key for run in by_extends.runs]
+    assert by_name.spec.description
