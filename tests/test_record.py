@@ -124,5 +124,5 @@ def test_a_place_that_cannot_be_written_loses_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
 def test_a_full_disk_is_an_error_not_a_short_line() -> None:
-    with pytest.raises(OSError):
+    with pytest.raises(RecordError, match="/dev/full: cannot be written \\(No space left on device\\)"):
         append_line(Path("/dev/full"), {"step": 1})

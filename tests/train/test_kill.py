@@ -16,13 +16,16 @@ from safetensors.torch import load_file
 
 from scaling.checkpoint import damage
 from scaling.config.tree import RunConfig
+from scaling.feed import Feed
 from scaling.identity import run_key
+from scaling.loop import Loop
 from scaling.record import RunFolder
 from scaling.resolve import resolve
 from scaling.stop import STOP
 from scaling.train import train
 
 KILLS = 50
+ADVANCE = Loop._advance
 
 
 @pytest.fixture
@@ -31,6 +34,20 @@ def server() -> Iterator[ForkServerContext]:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["scaling.train", "scaling.shards"])
     yield context
+
+
+def leave_after(monkeypatch: pytest.MonkeyPatch, updates: int) -> None:
+    """Ask the next run in this process to leave once it made a number of updates."""
+    made = 0
+
+    def counted(self: Loop, feed: Feed) -> None:
+        nonlocal made
+        ADVANCE(self, feed)
+        made += 1
+        if made == updates:
+            STOP.signal = signal.SIGTERM
+
+    monkeypatch.setattr(Loop, "_advance", counted)
 
 
 def complete_steps(folder: RunFolder) -> list[int]:
@@ -47,11 +64,15 @@ def complete_steps(folder: RunFolder) -> list[int]:
 
 @pytest.mark.slow
 def test_killed_fifty_times(
-    store: Path, tmp_path: Path, make_config: Callable[..., RunConfig], server: ForkServerContext
+    store: Path,
+    tmp_path: Path,
+    make_config: Callable[..., RunConfig],
+    server: ForkServerContext,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     config = make_config(
         store,
-        schedule={"steps": 1200},
+        schedule={"steps": 100_000},
         evaluation={"every_steps": 20},
         optimizer={"ema_decay": 0.99},
         run={"checkpoint_every_steps": 3, "log_every_steps": 4},
@@ -79,11 +100,13 @@ def test_killed_fifty_times(
         assert max(has, default=0) >= max(had, default=0), "a checkpoint was lost"
         before_save, after_save = before_save + (has == had), after_save + (has != had)
     assert before_save and after_save, "the moments were not random"
-    train(config, out=tmp_path / "killed")
-    train(config, out=tmp_path / "whole")
+    reached = complete_steps(folder)[-1] + 1
+    for out, updates in (("killed", 1), ("whole", reached)):
+        leave_after(monkeypatch, updates)
+        end = train(config, out=tmp_path / out)
+        assert end.status == "cancelled" and end.step == reached
     whole = RunFolder(tmp_path / "whole" / folder.key)
-    attempts = folder.attempts()
-    starts = [attempt.resumed_from_step for attempt in attempts]
+    starts = [attempt.resumed_from_step for attempt in folder.attempts()]
     assert starts == sorted(starts), "an attempt began before the checkpoint that was there"
     curves = [
         {
@@ -95,9 +118,9 @@ def test_killed_fifty_times(
         for run in (folder, whole)
     ]
     assert curves[0] == curves[1]
-    for name in ("model", "ema"):
-        one, other = (load_file(run.path / "checkpoints" / "final" / f"{name}.safetensors") for run in (folder, whole))
-        assert all(torch.equal(one[key], other[key]) for key in other)
+    files = [next((run.path / "checkpoints" / f"step-{reached:08d}").glob("*.safetensors")) for run in (folder, whole)]
+    one, other = (load_file(file) for file in files)
+    assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in other)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR2, signal.SIGINT])
@@ -112,7 +135,6 @@ def test_a_signal_saves_within_one_step(
 ) -> None:
     """A real signal, in the middle of a step, of an evaluation, of the first step (which may be compiling)."""
     from scaling.evaluate import Evaluator
-    from scaling.feed import Feed
 
     take, losses = Feed.take, Evaluator.token_losses
     steps = 0
