@@ -117,7 +117,7 @@ class SourceBank:
 )
 def _open(source: Tensor, query: Tensor, heads: int, block: int, group: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     plan = Plan(num_sites=query.shape[0], block=block, group=group)
-    tensors = _open_fake(source, query, heads, block, group)
+    tensors: tuple[Tensor, Tensor, Tensor, Tensor] = _open_fake(source, query, heads, block, group)
     tensors[3].copy_(query)
     for key in [key for key, (storage, _) in _ledgers.items() if storage.expired()]:
         del _ledgers[key]

@@ -117,8 +117,8 @@ def _step_rows(shape: Shape, vocabulary: int, method: str, repeats: int) -> Iter
         target = tokens.roll(-1, 1)
 
         def step(*, update: bool) -> Tensor:
-            loss = model(tokens, target)
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss: Tensor = model(tokens, target)
+            loss.backward()
             if update:
                 optimiser.step()
             optimiser.zero_grad(set_to_none=True)
@@ -183,7 +183,7 @@ def _kernels(shape: Shape) -> Iterator[tuple[str, str, int, Callable[[], None]]]
     kind: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
     bank_NTD = torch.randn(N + 1, T, D, **kind)
     query_SD = (torch.randn(N, D, device="cuda") * 0.1).bfloat16()
-    factor_NT = torch.rand(N, T, device="cuda") + 0.5
+    factor_NT = torch.rand(N + 1, T, device="cuda") + 0.5
     lse_STH = torch.randn(N, T, _HEADS, device="cuda") + 3
     delta_STH = torch.randn(N, T, _HEADS, device="cuda")
     source_TD, output_TD, normed_TD = torch.randn(T, D, **kind), torch.empty(T, D, **kind), torch.empty(T, D, **kind)
@@ -222,32 +222,32 @@ def _kernels(shape: Shape) -> Iterator[tuple[str, str, int, Callable[[], None]]]
 
     coefficient_MTH = torch.empty(_GROUP, T, _HEADS, **kind)
     for rows in (0, 4, N // 2):
-        yield f"pull over {rows} rows", "forward", (rows + 5) * row, lambda rows=rows: run_pull(rows)
+        yield f"pull over {rows} rows", "forward", (rows + 5) * row, partial(run_pull, rows)
     for rows in (_GROUP, (N - 1) // _GROUP * _GROUP - _GROUP):
-        name = f"pull_group of {_GROUP} over {rows} rows"
-        yield name, "forward", (rows + _GROUP) * row, lambda rows=rows: pull_group(
-            bank_NTD=bank_NTD, factor_NT=factor_NT, query_SD=query_SD, partial_QTD=partial_KTD,
+        call = partial(
+            pull_group, bank_NTD=bank_NTD, factor_NT=factor_NT, query_SD=query_SD, partial_QTD=partial_KTD,
             lse_QTH=lse_STH[:_GROUP], num_rows=rows, sites=range(_GROUP, 2 * _GROUP),
         )  # fmt: skip
+        yield f"pull_group of {_GROUP} over {rows} rows", "forward", (rows + _GROUP) * row, call
     yield "receive", "backward", 3 * row, run_receive
     for sites in (1, 4):
-        yield f"gather of {sites} sites", "backward", (sites + 3) * row, lambda sites=sites: run_gather(sites)
+        yield f"gather of {sites} sites", "backward", (sites + 3) * row, partial(run_gather, sites)
     for sites in (_GROUP, N - _GROUP - 1):
-        coefficient = torch.empty(T, _HEADS, sites, _GROUP, **kind)
-        yield f"gather_group of {_GROUP} from {sites} sites", "backward", (
-            (sites + 2 * _GROUP) * row + coefficient.nbytes
-        ), lambda sites=sites, coefficient=coefficient: gather_group(
-            value_KTD=bank_NTD[:_GROUP], factor_KT=factor_NT[:_GROUP], gradient_MTD=bank_NTD[N - sites : N],
-            query_SD=query_SD, lse_STH=lse_STH, delta_STH=delta_STH, result_KTD=partial_KTD, radial_KTH=radial_KTH,
-            coefficient_THMK=coefficient, sites=range(N - sites, N), add=False,
+        coefficient_THMK = torch.empty(T, _HEADS, sites, _GROUP, **kind)
+        call = partial(
+            gather_group, value_KTD=bank_NTD[:_GROUP], factor_KT=factor_NT[:_GROUP],
+            gradient_MTD=bank_NTD[N - sites : N], query_SD=query_SD, lse_STH=lse_STH, delta_STH=delta_STH,
+            result_KTD=partial_KTD, radial_KTH=radial_KTH, coefficient_THMK=coefficient_THMK,
+            sites=range(N - sites, N), add=False,
         )  # fmt: skip
-        splits_PSD = torch.zeros(66, N, D, device="cuda")
-        yield f"query_gradient of {sites} sites", "backward", _GROUP * row + coefficient.nbytes, (
-            lambda sites=sites, coefficient=coefficient, splits_PSD=splits_PSD: query_gradient(
-                coefficient=coefficient, steps=coefficient.stride(), value_KTD=bank_NTD[:_GROUP],
-                result_PSD=splits_PSD, sites=range(N - sites, N), heads=_HEADS,
-            )
+        moved = (sites + 2 * _GROUP) * row + coefficient_THMK.nbytes
+        yield f"gather_group of {_GROUP} from {sites} sites", "backward", moved, call
+        call = partial(
+            query_gradient, coefficient=coefficient_THMK, steps=coefficient_THMK.stride(),
+            value_KTD=bank_NTD[:_GROUP], result_PSD=torch.zeros(66, N, D, device="cuda"), sites=range(N - sites, N),
+            heads=_HEADS,
         )  # fmt: skip
+        yield f"query_gradient of {sites} sites", "backward", _GROUP * row + coefficient_THMK.nbytes, call
 
 
 def _pick(wanted: tuple[str, ...], known: tuple[str, ...], what: str) -> tuple[str, ...]:

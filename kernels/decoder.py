@@ -11,7 +11,7 @@ Shape legend: B batch, T time, D width, S sites, V vocabulary.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 import torch
@@ -193,7 +193,8 @@ class Decoder(nn.Module):
             half = torch.arange(0, self.shape.head_width, 2, device=tokens_BT.device) / self.shape.head_width
             angle = torch.outer(torch.arange(tokens_BT.shape[1], device=tokens_BT.device), _ROPE_BASE**-half)
             self._tables = angle.cos().to(embedding.dtype), angle.sin().to(embedding.dtype)
-        inputs = [(sublayer.function, sublayer.gain, sublayer.weights(*self._tables)) for sublayer in self.sublayers]
+        sublayers = cast(Iterable[Sublayer], self.sublayers)
+        inputs: _Inputs = [(sub.function, sub.gain, sub.weights(*self._tables)) for sub in sublayers]
         inputs.append((_nothing, self.gain, ()))
         hidden = self._step(self, embedding, inputs)
         return linear_loss(hidden.flatten(0, 1), self.embedding, target_BT.flatten())
@@ -239,7 +240,7 @@ def _run_block(model: Decoder, source: Tensor, inputs: _Inputs) -> Tensor:
         normed = bank.normed_site(site, source, gain, _EPS)
         update = model._plain(function, normed, *weights)
         source = update if site % block == 0 else source + update
-    return update
+    return cast(Tensor, update)
 
 
 def _run_delta(model: Decoder, embedding: Tensor, inputs: _Inputs) -> Tensor:
@@ -279,7 +280,7 @@ METHODS: dict[str, Callable[[Decoder, Tensor, _Inputs], Tensor]] = {
 
 def linear_loss(hidden_TD: Tensor, weight_VD: Tensor, target_T: Tensor) -> Tensor:
     """Mean cross-entropy of ``hidden @ weight.T``, holding the logits of one chunk of tokens at a time."""
-    return cast(Tensor, _LinearLoss.apply(hidden_TD, weight_VD, target_T))  # type: ignore[no-untyped-call]
+    return cast(Tensor, _LinearLoss.apply(hidden_TD, weight_VD, target_T))
 
 
 class _LinearLoss(torch.autograd.Function):
@@ -304,7 +305,7 @@ class _LinearLoss(torch.autograd.Function):
         return total
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
         hidden_gradient, weight_gradient = ctx.saved_tensors
         return hidden_gradient.mul_(gradient), weight_gradient.mul_(gradient), None
 

@@ -33,7 +33,8 @@ def train(
     as_json: Json = False,
 ) -> None:
     """Time whole steps of every method against the compiled pre-norm baseline."""
-    from scaling.kernels.benchmark import VOCABULARIES, bench_train
+    from scaling.kernels.benchmark import bench_train
+    from scaling.kernels.decoder import VOCABULARIES
 
     result = bench_train(shapes=shape, vocabularies=vocabulary or VOCABULARIES, methods=method, repeats=repeats)
     _print(result, ("shape", "vocabulary", "method", "pass", "launch", "ms", "ratio", "peak_ratio"), as_json)

@@ -6,6 +6,8 @@ and not one that a deep network has amplified. Memory is poisoned with NaN (conf
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -60,14 +62,19 @@ def run_reference(
 def _collect(
     outputs: list[Tensor], sources: list[Tensor], query: Tensor, gain: Tensor | None, gradient: Tensor
 ) -> dict[str, Tensor]:
-    sum((o * g.to(o.dtype)).sum() for o, g in zip(outputs, gradient, strict=True)).backward()  # type: ignore[union-attr]
-    found = {"output": torch.stack(outputs).detach(), "source": torch.stack([v.grad for v in sources])}  # type: ignore[misc]
+    torch.autograd.backward(outputs, [g.to(o.dtype) for o, g in zip(outputs, gradient, strict=True)])
+    found = {"output": torch.stack(outputs).detach(), "source": torch.stack([_gradient(v) for v in sources])}
     assert query.grad is not None
     found["query"] = query.grad
     if gain is not None:
         assert gain.grad is not None
         found["gain"] = gain.grad
     return {name: value.double() for name, value in found.items()}
+
+
+def _gradient(value: Tensor) -> Tensor:
+    assert value.grad is not None
+    return value.grad
 
 
 def compare(
@@ -85,7 +92,10 @@ def compare(
 ) -> None:
     """Hold the bank to the float32 tolerance, or in 16 bits to the error of PyTorch in the same dtype."""
     generator = torch.Generator().manual_seed(seed)
-    draw = lambda *shape: torch.randn(*shape, generator=generator).to(device)  # noqa: E731
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(device)
+
     source, gradient = draw(sites, tokens, width).to(dtype), draw(sites, tokens, width).to(dtype)
     query = (
         draw(sites, width) * (heads / width) ** 0.5
@@ -142,12 +152,12 @@ def test_many_sources(device: torch.device, sites: int) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=8)
+@settings(max_examples=6)
 @given(
-    tokens=st.integers(1, 3),
+    tokens=st.integers(1, 2),
     heads=st.sampled_from([1, 2, 3]),
     units=st.integers(1, 5),
-    sites=st.integers(1, 7),
+    sites=st.integers(1, 6),
     block=st.integers(1, 3),
     group=st.integers(1, 5),
     normed=st.booleans(),
@@ -170,8 +180,10 @@ def test_any_shape(tokens: int, heads: int, units: int, sites: int, block: int, 
 @pytest.mark.slow
 def test_schedule_invariance_and_determinism(device: torch.device) -> None:
     """Group sizes agree to rounding; the same run twice agrees to the bit."""
-    draw = lambda *shape: torch.randn(*shape, generator=torch.Generator().manual_seed(3)).to(device)  # noqa: E731
-    source, query, gradient = draw(7, 3, 32), draw(7, 32), draw(7, 3, 32)
+    generator = torch.Generator().manual_seed(3)
+    source, query, gradient = (
+        torch.randn(s, generator=generator).to(device) for s in ((7, 3, 32), (7, 32), (7, 3, 32))
+    )
     runs = [run_bank(source, query, None, gradient, heads=2, block=1, group=group) for group in (1, 2, 3, 7, 3)]
     for name, expected in runs[0].items():
         for other in runs[1:]:
@@ -199,10 +211,9 @@ class Tiny(torch.nn.Module):
         return bank.site(3, x_TD)
 
 
-def _gradients(model: torch.nn.Module, x: Tensor) -> list[Tensor]:
+def _gradients(model: Callable[[Tensor], Tensor], parameters: Iterable[Tensor], x: Tensor) -> list[Tensor]:
     output = model(x)
-    parameters = [x, *model.parameters()]
-    return [output.detach(), *torch.autograd.grad(output.square().sum(), parameters)]
+    return [output.detach(), *torch.autograd.grad(output.square().sum(), [x, *parameters])]
 
 
 def _tiny(again: bool, device: torch.device) -> tuple[Tiny, Tensor]:
@@ -213,16 +224,20 @@ def _tiny(again: bool, device: torch.device) -> tuple[Tiny, Tensor]:
 
 def test_activation_checkpointing_is_exact(device: torch.device) -> None:
     """Recomputing every sublayer and its site gives the same bits."""
-    expected, found = (_gradients(*_tiny(again, device)) for again in (False, True))
+    runs = []
+    for again in (False, True):
+        model, x = _tiny(again, device)
+        runs.append(_gradients(model, model.parameters(), x))
+    expected, found = runs
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
 
 
 def test_compiles_without_graph_breaks(device: torch.device) -> None:
     """One graph forward, one backward, the same bits."""
     model, x = _tiny(False, device)
-    expected = _gradients(model, x)
+    expected = _gradients(model, model.parameters(), x)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    found = _gradients(compiled, x)
+    found = _gradients(compiled, model.parameters(), x)
     for a, b in zip(expected, found, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
