@@ -154,9 +154,7 @@ def serve(
     ] = 2,
     allow: Annotated[list[str] | None, typer.Option(help="Names under which nodes reach this server.")] = None,
     artifacts: Annotated[Path | None, typer.Option(help="Folder for files.")] = None,
-    auth: Annotated[
-        bool, typer.Option("--auth", help="Ask for passwords (pip install 'mlflow[auth]').")
-    ] = False,
+    auth: Annotated[bool, typer.Option("--auth", help="Ask for passwords (pip install 'mlflow[auth]').")] = False,
 ) -> None:
     """Start an MLflow server with settings that survive a job array."""
     from scaling.cli.listing import start
