@@ -280,7 +280,7 @@ METHODS: dict[str, Callable[[Decoder, Tensor, _Inputs], Tensor]] = {
 
 def linear_loss(hidden_TD: Tensor, weight_VD: Tensor, target_T: Tensor) -> Tensor:
     """Mean cross-entropy of ``hidden @ weight.T``, holding the logits of one chunk of tokens at a time."""
-    return cast(Tensor, _LinearLoss.apply(hidden_TD, weight_VD, target_T))
+    return cast(Tensor, _LinearLoss.apply(hidden_TD, weight_VD, target_T))  # type: ignore[no-untyped-call]
 
 
 class _LinearLoss(torch.autograd.Function):

@@ -95,7 +95,7 @@ def test_flops_are_those_of_torch_s_counter(seq_len: int) -> None:
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         loss = model.logits(model(tokens_BT)).sum()
         forward = counter.get_total_flops()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
     expected = count_flops(config, seq_len, causal=False)
     assert forward == 2 * seq_len * expected.forward
     assert counter.get_total_flops() == 2 * seq_len * expected.training

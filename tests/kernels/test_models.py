@@ -29,7 +29,7 @@ def _run(
     assert isinstance(model.residual.start(model.embedding(tokens), None), BankedState) == (mode == "triton")
     hidden = model(tokens)
     loss = torch.nn.functional.cross_entropy(model.logits(hidden).flatten(0, 1), tokens.roll(-1, 1).flatten())
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward()
     found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     return {"loss": loss.detach(), **found}
 

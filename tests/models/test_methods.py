@@ -249,7 +249,7 @@ def _train(model: Transformer, steps: int) -> tuple[float, float, float]:
         logits = model.logits(model(tokens[:, :-1]))
         loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
         optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         optimizer.step()
         model.after_step()
         best_s = min(best_s, time.perf_counter() - start_s)
