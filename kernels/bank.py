@@ -312,8 +312,9 @@ def _site_backward_fake(
 def _site_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor, Tensor]) -> None:
     _, source, bank, factor, lse, query, gain, site, heads, eps, _ = inputs
     _, mixed, _, mixed_factor = output
-    # With blocks of 1 the source itself stays in its bank row; fewer slots than sites means blocks.
-    kept = source if bank.shape[0] <= query.shape[0] else None
+    # With blocks of 1 the source itself stays in its bank row; fewer rows than sites means larger blocks, and of a
+    # single site it cannot be told.
+    kept = source if factor.shape[0] < query.shape[0] or query.shape[0] == 1 else None
     ctx.save_for_backward(mixed, mixed_factor, kept, bank, factor, lse, query, gain)
     ctx.site, ctx.heads, ctx.eps = site, heads, eps
     ctx.gain_dtype = None if gain is None else gain.dtype

@@ -200,6 +200,7 @@ class Ledger:
                 "run the forward pass again"
             )
         gradient_SD = self.query_gradient_PSD.sum(0)
+        gradient_SD[0] = 0.0  # the first site has one source: its weight is 1 whatever the query, all else is rounding
         self.query_gradient_PSD = self.delta_STH = self.coefficient_KMTH = self.partial_KTD = self.radial_KTH = None
         return gradient_SD
 
