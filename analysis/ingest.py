@@ -169,9 +169,9 @@ def assemble(
     history = (
         None
         if points is None
-        else points.frame(dict(zip(map(str, table.index), table["run_key"].tolist(), strict=True)))
+        else points.frame(dict(zip(map(str, table.index.tolist()), table["run_key"].tolist(), strict=True)))
     )
-    ids = dict(zip(table["run_key"].tolist(), map(str, table.index), strict=True))
+    ids = dict(zip(table["run_key"].tolist(), map(str, table.index.tolist()), strict=True))
     return Ingested(table=table.reset_index(drop=True), histories=history, dropped=lost + dropped, source_ids=ids)
 
 
