@@ -166,8 +166,12 @@ def assemble(
         table = table.loc[filter_rows(map_columns(table), where).index]
     table, dropped = drop(table, keep)
     lost = tuple(Dropped(run=key, reason=reason) for key, reason in damaged.items())
-    history = None if points is None else points.frame({str(run): key for run, key in table["run_key"].items()})
-    ids = dict(zip(table["run_key"], map(str, table.index), strict=True))
+    history = (
+        None
+        if points is None
+        else points.frame(dict(zip(map(str, table.index.tolist()), table["run_key"].tolist(), strict=True)))
+    )
+    ids = dict(zip(table["run_key"].tolist(), map(str, table.index.tolist()), strict=True))
     return Ingested(table=table.reset_index(drop=True), histories=history, dropped=lost + dropped, source_ids=ids)
 
 
@@ -208,8 +212,8 @@ def _from_file(
         if kept is None:
             raise TableError(f"{path}: has no histories beside it; make it with `scaling runs ingest --histories`")
         points, index = kept
-        ids = dict(zip(index["run_key"], index.index, strict=True))
-        table = table.set_axis([ids[key] for key in table["run_key"]], axis=0)
+        ids = dict(zip(index["run_key"].tolist(), index.index.tolist(), strict=True))
+        table = table.set_axis([ids[key] for key in table["run_key"].tolist()], axis=0)
     result = assemble(table, points, {}, where=where, keep=keep)
     history = result.histories
     if history is not None and not isinstance(histories, bool):

@@ -41,7 +41,7 @@ class Cache:
         """Source ids that are new or look different from what was read."""
         if self.index is None:
             return list(fingerprints)
-        known = dict(zip(self.index.index, self.index["fingerprint"], strict=True))
+        known = dict(zip(self.index.index.tolist(), self.index["fingerprint"].tolist(), strict=True))
         return [key for key, mark in fingerprints.items() if known.get(key) != mark]
 
     def merge(self, rows: pd.DataFrame, points: Points | None, fingerprints: Mapping[str, str]) -> pd.DataFrame:
@@ -60,7 +60,7 @@ class Cache:
         self.folder.mkdir(parents=True, exist_ok=True)
         if part:
             assert points is not None
-            _write_points(points, self.folder / f"part-{part:04d}.parquet")
+            _write_points(_sorted(points, rows), self.folder / f"part-{part:04d}.parquet")
         if self.index is None or len(rows) or len(merged) != len(self.index):
             _write(merged.reset_index(names="source_id"), self.folder / "index.parquet", {"options": self._options})
         self.index = merged
@@ -73,7 +73,7 @@ class Cache:
 
         if self.index is None:
             return None
-        part_of = dict(zip(self.index.index, self.index["part"], strict=True))
+        part_of = dict(zip(self.index.index.tolist(), self.index["part"].tolist(), strict=True))
         tables = []
         for number in sorted(set(part_of.values()) - {0}):
             table = _read(self.folder / f"part-{number:04d}.parquet")
@@ -174,7 +174,7 @@ def read_cached_points(path: Path) -> tuple[Points, pd.DataFrame] | None:
     index = cache.folder / "index.parquet"
     if not index.exists():
         return None
-    cache.index = _typed(_read(index).to_pandas().set_index("source_id"))
+    cache.index = _read(index, ["source_id", "run_key", "part"]).to_pandas().set_index("source_id")
     points = cache.points()
     return None if points is None else (points, cache.index)
 
@@ -189,6 +189,21 @@ def _typed(table: pd.DataFrame) -> pd.DataFrame:
         return table.astype({name: kind for name, kind in schema.COLUMNS.items() if str(table[name].dtype) != kind})
     except (ValueError, TypeError) as error:
         raise TableError(f"a column has values of another type ({error}); ingest the runs again") from None
+
+
+def _sorted(points: Points, rows: pd.DataFrame) -> Points:
+    """The same points in the order in which they are wanted, so that reading them back sorts nothing."""
+    order = {f"{key} {run}": str(run) for run, key in rows["run_key"].items()}
+    frame = points.frame({run: text for text, run in order.items()})
+    return Points(
+        runs=[order[text] for text in frame["run_key"].cat.categories],
+        metrics=list(frame["metric"].cat.categories),
+        run=frame["run_key"].cat.codes.to_numpy(),
+        metric=frame["metric"].cat.codes.to_numpy(),
+        step=frame["step"].to_numpy(),
+        time_ms=frame["time_ms"].to_numpy(),
+        value=frame["value"].to_numpy(),
+    )
 
 
 def _write_points(points: Points, path: Path) -> None:
@@ -219,12 +234,12 @@ def _write(frame: pd.DataFrame, path: Path, notes: Mapping[str, str]) -> None:
     os.replace(beside, path)
 
 
-def _read(path: Path) -> pa.Table:
+def _read(path: Path, columns: list[str] | None = None) -> pa.Table:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
-        return pq.read_table(path, memory_map=True)
+        return pq.read_table(path, columns=columns, memory_map=True)
     except (OSError, pa.ArrowInvalid) as error:
         raise TableError(f"{path}: cannot be read ({error}); ingest the runs again") from None
 

@@ -174,8 +174,11 @@ def _again(values: pd.Series, stays: Literal["first", "last"]) -> dict[Any, Any]
     """Rows whose value another row has too -> the row that stays."""
     known = values[values.notna() & (values != "")]
     extra = known[known.duplicated(keep=stays)]
-    staying = {value: row for row, value in known[~known.duplicated(keep=stays)].items()}
-    return {row: staying[value] for row, value in extra.items()}
+    if extra.empty:
+        return {}
+    first = known[~known.duplicated(keep=stays)]
+    staying = dict(zip(first.tolist(), first.index.tolist(), strict=True))
+    return {row: staying[value] for row, value in zip(extra.index.tolist(), extra.tolist(), strict=True)}
 
 
 def _pick(raw: Raw, runs: pd.DataFrame, names: tuple[str, ...]) -> pd.Series | None:
