@@ -83,7 +83,10 @@ def _of_git(folder: Path, root: Path) -> Snapshot:
         return made
     beside = _fresh(path)
     with tarfile.open(fileobj=BytesIO(_git(root, "archive", "--format=tar", "HEAD"))) as archive:
-        archive.extractall(beside, filter="tar")
+        # Python before 3.11.4 has no filters; the archive is of our own commit, made by git
+        if hasattr(tarfile, "tar_filter"):
+            archive.extraction_filter = tarfile.tar_filter
+        archive.extractall(beside)
     if difference:
         (beside / DIFFERENCE).write_bytes(difference)
         # --unsafe-paths is not given: git itself refuses a patch that leaves the folder
