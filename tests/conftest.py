@@ -14,7 +14,7 @@ from tests.quickstart import Calls, make
 ROOT = Path(__file__).resolve().parent.parent
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# A shell that starts pytest in the background has SIGINT ignored, and children inherit that; the tests of Ctrl-C must not.
+# A shell that starts pytest in the background ignores SIGINT, which children inherit; the tests of Ctrl-C need it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 settings.register_profile("local", deadline=None, max_examples=25, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("ci", parent=settings.get_profile("local"), derandomize=True)
