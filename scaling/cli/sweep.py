@@ -112,7 +112,7 @@ def _confirm(question: str) -> bool:
     return typer.confirm(question, err=True)
 
 
-@app.command(epilog="Example: scaling sweep plan fair --set size=50k --set seed=[0,1]")
+@app.command(epilog="Example: scaling sweep plan fair --set seed=[0,1]")
 def plan(
     spec: Spec,
     set_: Set = None,
