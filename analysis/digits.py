@@ -51,7 +51,7 @@ def general(value: float | None, *, digits: int = 4) -> str:
     """A number that is exact as given (a learning rate, a count of scales): no trailing zeros.
 
     >>> general(0.001), general(3e-5), general(12.0)
-    ('0.001', '3e-5', '12')
+    ('0.001', '3e−5', '12')
     """
     if value is None or not math.isfinite(value):
         return number(value)
