@@ -22,7 +22,8 @@ from typing import Any, Final, TextIO
 
 from scaling.stop import STOP, Interrupted
 
-STOP.listen()  # first of all: a signal may come at any time
+if __name__ == "__main__":
+    STOP.listen()  # first of all: a signal may come at any time
 
 from scaling.sweeps.request import LOG, TRAINER  # noqa: E402
 

@@ -28,12 +28,17 @@ def register(app: typer.Typer) -> None:
         """Train one run, or go on with it. SIGINT, SIGTERM and SIGUSR2 save a checkpoint and leave."""
         from scaling.stop import STOP
 
-        STOP.listen()  # before torch is imported: a signal may come in the seconds that takes
-        from scaling.config.strict import load_config
-        from scaling.resolve import resolve
+        installed = STOP.listen()  # before torch is imported: a signal may come in the seconds that takes
+        try:
+            from scaling.config.strict import load_config
+            from scaling.resolve import resolve
 
-        run = load_config(config, settings or [])
-        resolve(run)  # what is wrong with the configuration is said before torch is imported
-        from scaling.cli.training import run_and_show
+            run = load_config(config, settings or [])
+            resolve(run)  # what is wrong with the configuration is said before torch is imported
+            from scaling.cli.training import run_and_show
 
-        raise typer.Exit(run_and_show(run, out=out or Path(run.run.out), as_json=as_json))
+            code = run_and_show(run, out=out or Path(run.run.out), as_json=as_json)
+        finally:
+            if installed:
+                STOP.forget()
+        raise typer.Exit(code)

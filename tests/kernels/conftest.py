@@ -1,15 +1,11 @@
-"""The kernels run on a GPU where there is one, else in Triton's interpreter, to be chosen before they are built."""
+"""The kernels run on a GPU where there is one, else in Triton's interpreter (tests/conftest.py)."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 
 import pytest
 import torch
-
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"
 
 
 @pytest.fixture

@@ -56,7 +56,10 @@ def empty_queue(cluster: Any) -> Iterator[None]:
     yield
     if jobs := others():
         cluster.run("scancel", *jobs, check=False)
-        cluster.wait(lambda: not others(), 30, "an empty queue")
+        try:  # a controller that was away ends a job only once a node has answered it again: about a minute
+            cluster.wait(lambda: not others(), 120, "an empty queue")
+        except TimeoutError:
+            raise AssertionError(cluster.run("squeue", "-l", check=False)) from None
 
 
 def submitter(planned: Any, **rest: Any) -> Submitter:
