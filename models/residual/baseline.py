@@ -6,8 +6,9 @@ arXiv 2002.04745 (pre-norm), as in Qwen3.
 
 from __future__ import annotations
 
-from torch import Tensor
+from torch import Tensor, nn
 
+from scaling.models.layers import Context
 from scaling.models.residual.method import Residual, State
 
 
@@ -24,8 +25,16 @@ class Stream(State):
         self.stream_BTD = self.stream_BTD + out_BTD
 
 
+class FusedStream(Stream):
+    """The running sum whose additions the sublayers make."""
+
+    def step(self, site: int, sublayer: nn.Module, context: Context) -> None:
+        # the addition goes into the compiled sublayer: alone it would read and write the stream once more
+        self.stream_BTD = sublayer(self.stream_BTD, context, self.stream_BTD)
+
+
 class Baseline(Residual):
     """The residual stream of the standard decoder."""
 
     def start(self, embedding_BTD: Tensor, document_BT: Tensor | None) -> Stream:
-        return Stream(embedding_BTD)
+        return FusedStream(embedding_BTD)

@@ -122,3 +122,25 @@ def test_biases_start_at_zero_again() -> None:
         mlp.bias_E.fill_(3.0)
     model.init_weights(0)
     assert all(not mlp.bias_E.any() for mlp in model.mixtures())
+
+
+@pytest.mark.parametrize("tokens", [1, 24])
+def test_grouped_product_equals_the_loop(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a GPU computes in one grouped product: the loop's result and gradients, experts without tokens included."""
+    generator = torch.Generator().manual_seed(0)
+    experts = make(num_experts=5, d_expert=16).experts.bfloat16()
+    experts.gate_EFD, experts.up_EFD, experts.down_EDF = (
+        torch.nn.Parameter(torch.randn(shape, generator=generator, dtype=torch.bfloat16))
+        for shape in ((5, 16, 32), (5, 16, 32), (5, 32, 16))
+    )
+    x_nD = torch.randn(tokens, 32, generator=generator, dtype=torch.bfloat16, requires_grad=True)
+    counts_E = torch.bincount(torch.randint(1, 4, (tokens,), generator=generator), minlength=5)
+    cotangent = torch.randn(tokens, 32, generator=generator, dtype=torch.bfloat16)
+    results = []
+    for grouped in (False, True):
+        monkeypatch.setattr("scaling.models.moe._has_grouped_product", lambda x, grouped=grouped: grouped)
+        out = experts(x_nD, counts_E)
+        results.append((out, *torch.autograd.grad(out, [x_nD, *experts.parameters()], cotangent)))
+    for loop, grouped_product in zip(*results, strict=True):
+        scale = loop.abs().max()
+        assert ((loop - grouped_product).abs().max() / scale) < 4 * torch.finfo(torch.bfloat16).eps
