@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from scaling.errors import ClusterError
+from scaling.sweeps.array import arrays
 from scaling.sweeps.estimate import Device, concerns, gpu_hours, run_s, wall_s
 from scaling.sweeps.plan import Plan
 from scaling.sweeps.site import Site, load_site
 from scaling.sweeps.slurm import Slurm
 from scaling.sweeps.status import SweepStatus, status
-from scaling.sweeps.submit import arrays, check_times
+from scaling.sweeps.submit import check_times
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,7 +7,6 @@ the next submit or ``feed``.
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import time
@@ -15,16 +14,16 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
-from scaling.config.tree import to_dict
 from scaling.errors import ClusterError, ScalingError
 from scaling.record import END, RunFolder, write_atomically
 from scaling.sweeps import snapshot as snapshots
+from scaling.sweeps.array import Array, Lane, arrays, cut, lanes, manifest
 from scaling.sweeps.ledger import Ledger
 from scaling.sweeps.plan import Plan, PlannedRun
 from scaling.sweeps.request import TRAINER
-from scaling.sweeps.resources import Resources, clock
+from scaling.sweeps.resources import clock
 from scaling.sweeps.site import Site
 from scaling.sweeps.slurm import FINAL, Slurm
 from scaling.sweeps.status import RunStatus, status
@@ -34,32 +33,6 @@ FEED_S: Final = 60.0  # between two looks for free submit slots
 
 # What sbatch says where a user may not have more jobs in the queue (slurm_strerror, ESLURM_ACCOUNTING_POLICY and kin).
 _FULL: Final = ("job submit limit", "SubmitJob", "QOSMaxSubmit", "MaxSubmit")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Array:
-    """Tasks that ask for the same: each task is the runs of one job."""
-
-    resources: Resources
-    tasks: tuple[tuple[PlannedRun, ...], ...]
-
-
-@dataclass(kw_only=True, slots=True)
-class Lane:
-    """A part of the throttle; an array waits for the one before it in its lane (unless there is no throttle)."""
-
-    throttle: int | None
-    last: str | None = None
-    load: int = 0
-
-    def take(self, job_id: str, count: int) -> None:
-        self.load += count
-        self.last = job_id
-
-    def dependency(self, other: str | None) -> str | None:
-        """sbatch's dependency for the next array of this lane."""
-        own = f"afterany:{self.last}" if self.throttle is not None and self.last is not None else None
-        return ",".join(word for word in (other, own) if word) or None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,10 +76,12 @@ class Submitter:
             now = status(self.plan, slurm=self.slurm)
             if now.trouble:
                 raise ClusterError(f"{now.trouble}; nothing was submitted")
-            due = [row for row in now.runs if self._due(row)]
+            due: list[RunStatus] = []
             skipped: dict[str, int] = {}
             for row in now.runs:
-                if row not in due:
+                if self._due(row):
+                    due.append(row)
+                else:
                     skipped[row.state.state] = skipped.get(row.state.state, 0) + 1
             if not due:
                 return SubmitReport(skipped=skipped, folder=self.plan.sweep_folder)
@@ -243,75 +218,12 @@ class Submitter:
         return job_id
 
 
-def lanes(throttle: int, used: Mapping[str, int], counts: Sequence[int]) -> list[Lane]:
-    """Share a throttle among new arrays of these sizes, beside live arrays that use some of it.
-
-    Where there is a place for each, every array gets a lane with its share, the larger the more; else arrays queue up
-    in lanes, each waiting for the one before it.
-
-    >>> [lane.throttle for lane in lanes(8, {}, [90, 10])]
-    [7, 1]
-    >>> [(lane.throttle, lane.last) for lane in lanes(2, {"7": 2}, [5, 5, 5])]
-    [(1, '7'), (1, '7')]
-    """
-    free = throttle - sum(used.values())
-    if free < 1:
-        before = list(used)
-        return [Lane(throttle=1, last=before[index % len(before)]) for index in range(throttle)]
-    if len(counts) > free:
-        return [Lane(throttle=1) for _ in range(free)]
-    shares = [1] * len(counts)
-    for _ in range(free - len(counts)):
-        neediest = max(range(len(counts)), key=lambda index: counts[index] / shares[index])
-        shares[neediest] += 1
-    return [Lane(throttle=share) for share in shares]
-
-
-def cut(groups: Sequence[Array], width: int) -> list[Array]:
-    """Arrays of at most ``width`` tasks: Slurm bounds the index of a task."""
-    return [
-        replace(group, tasks=group.tasks[i : i + width]) for group in groups for i in range(0, len(group.tasks), width)
-    ]
-
-
 def _set_aside(run: Path, row: RunStatus) -> list[tuple[Path, Path]]:
     """Keep the end record of a run that is tried again under another name; returns (where it is, where it was)."""
     if row.look is None or row.look.end is None:
         return []
     RunFolder(run).reopen()
     return [(run / f"end-{row.look.end.attempt:04d}.json", run / END)]
-
-
-def arrays(runs: Sequence[PlannedRun]) -> list[Array]:
-    """Runs that ask for the same, packed into jobs, in the order of the runs (the largest first)."""
-    groups: dict[str, list[PlannedRun]] = {}
-    for run in runs:
-        groups.setdefault(repr(run.resources), []).append(run)
-    made = []
-    for members in groups.values():
-        size = members[0].resources.per_job
-        tasks = tuple(tuple(members[i : i + size]) for i in range(0, len(members), size))
-        made.append(Array(resources=members[0].resources, tasks=tasks))
-    return made
-
-
-def manifest(array: Array, out: Path, trainer: str) -> str:
-    """What the tasks read: one JSON line a task."""
-    asked = array.resources
-    lines = []
-    for task in array.tasks:
-        tree: dict[str, Any] = {
-            "runs": [{"key": run.key, "config": to_dict(run.config), "out": str(out)} for run in task],
-            "concurrent": asked.concurrent,
-            "distributed": asked.distributed,
-            "gpus": asked.gpus,
-            "nodes": asked.nodes,
-            "signal_s": asked.signal_s,
-            "max_requeues": asked.max_requeues,
-            "trainer": trainer,
-        }
-        lines.append(json.dumps(tree, separators=(",", ":")))
-    return "\n".join(lines) + "\n"
 
 
 def check_times(runs: Sequence[PlannedRun], site: Site, slurm: Slurm) -> None:

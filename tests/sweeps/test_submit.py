@@ -13,6 +13,7 @@ import pytest
 from scaling.errors import ClusterError, ConfigError, UsageError
 from scaling.record import EndRecord, RunFolder
 from scaling.sweeps import batch
+from scaling.sweeps.array import lanes
 from scaling.sweeps.cancel import cancel
 from scaling.sweeps.launch import launch, remember, remembered
 from scaling.sweeps.ledger import Ledger
@@ -20,7 +21,7 @@ from scaling.sweeps.notify import notify
 from scaling.sweeps.preview import preview
 from scaling.sweeps.site import Site, load_site
 from scaling.sweeps.status import choose, status
-from scaling.sweeps.submit import Submitter, feed, lanes
+from scaling.sweeps.submit import Submitter, feed
 from scaling.sweeps.watch import PatientSlurm, Watch
 
 

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from scaling.record import RunFolder
+from scaling.sweeps.array import arrays, manifest
 from scaling.sweeps.plan import Plan
-from scaling.sweeps.submit import arrays, manifest
 from scaling.sweeps.task import MANIFEST
 
 Start = Callable[..., "subprocess.Popen[bytes]"]
