@@ -346,11 +346,13 @@ def test_jobs_run_the_code_as_it_was_at_submit(make: Any, finish: Any, toy: Any,
     assert taken.dirty and snapshot.take(tmp_path / "sweep", root).path != taken.path
 
 
-def test_run_over_several_processes_by_srun(make: Any, finish: Any, check_records: Any) -> None:
-    planned = make(
-        "spread", steps=6, settings=("run.parallel=ddp",), resources={"gpus": 2, "cpus": 2, "memory": "800M"}
-    )
-    submitter(planned).submit()
+@pytest.mark.parametrize(("gpus", "nodes"), [(2, 1), (1, 2)], ids=["one-node", "two-nodes"])
+def test_run_over_several_processes_by_srun(gpus: int, nodes: int, make: Any, finish: Any, check_records: Any) -> None:
+    asked = {"gpus": gpus, "nodes": nodes, "cpus": gpus, "memory": "800M"}
+    planned = make(f"spread{nodes}", steps=6, settings=("run.parallel=ddp",), resources=asked)
+    # the nodes are names of this host that only Slurm can look up
+    site = Site(partition="main", setup=("export MASTER_ADDR=127.0.0.1",) if nodes > 1 else ())
+    submitter(planned, site=site).submit()
     now = finish(planned, 120)
     assert now.counts == {"done": 1}, log_of(planned, now.runs[0]).tail(30)
     check_records(planned, now)
