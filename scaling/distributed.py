@@ -9,6 +9,7 @@ Gradients are summed in fp32.
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 import shutil
 import subprocess
@@ -162,7 +163,11 @@ def wrap(module: nn.Module, transformer: nn.Module, settings: RunSettings, world
     """Spread a training loss (which contains the transformer) over the processes."""
     if settings.parallel == "ddp" and world.size > 1:
         ids = [world.device] if world.device.type == "cuda" else None
-        return DistributedDataParallel(module, device_ids=ids, gradient_as_bucket_view=True, broadcast_buffers=False)
+        # torch 2.13 renamed the switch; buffers are equal on all processes from the start and stay so
+        known = inspect.signature(DistributedDataParallel.__init__).parameters
+        sync = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
+        options: dict[str, Any] = {"gradient_as_bucket_view": True, sync: False}
+        return DistributedDataParallel(module, device_ids=ids, **options)
     if settings.parallel == "fsdp2":
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard

@@ -1,7 +1,8 @@
-"""Measure training on GPUs: MFU, packing, the loss against libraries, equality over processes, resume to the bit.
+"""Measure training on GPUs: MFU, packing, the loss, memory, equality and speed over processes, resume to the bit.
 
-    python tests/gpu/measure_training.py mfu loss packing resume corpus --store STORE --out DIR
+    python tests/gpu/measure_training.py mfu loss packing resume checkpointing corpus --store STORE --out DIR
     torchrun --nproc-per-node 2 tests/gpu/measure_training.py spread --out DIR
+    torchrun --nproc-per-node 2 tests/gpu/measure_training.py scale --out DIR
 
 Each part prints a line a figure and writes ``DIR/<part>.json``. ``--tiny`` runs the same code at sizes that a CPU
 finishes in seconds, to try it before a device is paid for. ``test_training.py`` beside this asserts what must hold.
@@ -439,6 +440,67 @@ def spread(args: argparse.Namespace) -> dict[str, Any]:
     return results if rank == 0 else {}
 
 
+def speed(args: argparse.Namespace, tag: str, size: str, **run: Any) -> dict[str, Any]:
+    """The last logged interval of a short compiled run of a ladder size."""
+    batch, rows = (8, 4) if args.tiny else LADDER[size]
+    store = args.scratch / "random"
+    config = configure(
+        store,
+        model=dict(TINY) if args.tiny else {"size": size},
+        data={
+            "path": str(store),
+            "seq_len": 64 if args.tiny else SEQ_LEN,
+            "batch_size": batch * int(os.environ.get("WORLD_SIZE", "1")),
+            "micro_batch_size": rows,
+        },
+        schedule={"steps": 6 if args.tiny else 16, "warmup_steps": 2},
+        evaluation={"every_steps": 1000, "num_sequences": 16},
+        run={"log_every_steps": 2 if args.tiny else 4, "compile": CUDA, "save_weights": False, **run},
+    )
+    end = train(config, out=args.scratch / tag)
+    lines = [point for point in points(config, args.scratch / tag) if "perf/tokens_per_s" in point]
+    keys = ("perf/mfu", "perf/tokens_per_s", "perf/data_wait_s", "mem/peak_gib", "train/loss")
+    return {"status": end.status, **{key: lines[-1].get(key) for key in keys}}
+
+
+def checkpointing(args: argparse.Namespace) -> dict[str, Any]:
+    """What activation checkpointing costs in speed and saves in memory, on one device."""
+    random_store(args.scratch / "random", vocab=512 if args.tiny else 32768, tokens=400_000 if args.tiny else 4_000_000)
+    results: dict[str, Any] = {}
+    for kind in ("none", "selective", "full"):
+        results[kind] = speed(args, f"ac-{kind}", "350m", activation_checkpointing=kind)
+        print(f"checkpointing {kind}: {results[kind]}", flush=True)
+    return results
+
+
+def scale(args: argparse.Namespace) -> dict[str, Any]:
+    """Under torchrun: tokens/s of DDP and FSDP2 over all processes, and of one process alone."""
+    rank = int(os.environ["RANK"])
+    store = args.scratch / "random"
+    if rank == 0:
+        random_store(store, vocab=512 if args.tiny else 32768, tokens=400_000 if args.tiny else 4_000_000)
+    while not (store / META).exists():
+        time.sleep(0.2)
+    if CUDA:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("cpu:gloo,cuda:nccl" if CUDA else "gloo")
+    results: dict[str, Any] = {"processes": dist.get_world_size()}
+    for size in args.sizes or ("350m", "1b"):
+        for parallel in ("ddp", "fsdp2"):
+            figures = speed(args, f"scale-{size}-{parallel}", size, parallel=parallel)
+            if rank == 0:
+                results[f"{size} {parallel}"] = figures
+                print(f"scale {size} {parallel}: {figures}", flush=True)
+        if rank == 0:
+            kept = {name: os.environ.pop(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+            results[f"{size} alone"] = speed(args, f"scale-{size}-alone", size)
+            os.environ.update(kept)
+            print(f"scale {size} alone: {results[f'{size} alone']}", flush=True)
+        dist.barrier()
+    dist.destroy_process_group()
+    return results if rank == 0 else {}
+
+
 def public(args: argparse.Namespace) -> dict[str, Any]:
     """The step of Hugging Face's Qwen3, the same shape and optimiser, compiled, beside ours (part mfu)."""
     import transformers
@@ -491,7 +553,7 @@ def public(args: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
-PARTS = {part.__name__: part for part in (mfu, corpus, loss, packing, resume, spread, public)}
+PARTS = {part.__name__: part for part in (mfu, corpus, loss, packing, resume, checkpointing, spread, scale, public)}
 
 
 def main() -> int:
