@@ -89,6 +89,8 @@ def nearest(word: str, allowed: Iterable[str]) -> str:
     'allowed: model, schedule'
     """
     names = sorted(allowed)
+    if not names:
+        return "allowed: none"
     close = get_close_matches(word, names, n=1, cutoff=0.6)
     listing = f"allowed: {', '.join(names)}"
     return f"did you mean {close[0]!r}? ({listing})" if close else listing

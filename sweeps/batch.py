@@ -23,7 +23,7 @@ import submitit
 from submitit.core.utils import FailedJobError
 from submitit.slurm.slurm import _make_sbatch_string
 
-from scaling.errors import ClusterError, ConfigError
+from scaling.errors import ClusterError
 from scaling.sweeps.resources import Resources
 from scaling.sweeps.site import Site
 
@@ -136,13 +136,6 @@ def scrubbed_environment() -> Iterator[None]:
         yield
     finally:
         os.environ.update(stale)
-
-
-def check_flags(site: Site) -> None:
-    """Refuse options of a site profile that this tool sets itself."""
-    for name in ("array", "signal", "job-name", "comment", "output", "open-mode"):
-        if name in site.sbatch:
-            raise ConfigError(f"site profile: sbatch: {name} is set by the sweep itself; take it out")
 
 
 def _message(text: str) -> str:

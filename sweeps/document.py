@@ -88,7 +88,8 @@ def read(path: Path, seen: tuple[Path, ...] = ()) -> Document:
         parent = read(locate(parent_name, path.parent), (*seen, path.resolve()))
     except (GridError, ConfigError) as error:
         raise type(error)(f"{document.where('extends')}: extends: {error}") from None
-    return Document(tree=merge(parent.tree, tree), places={**parent.places, **places}, source=str(path))
+    inherited = {key: value for key, value in parent.tree.items() if key != "name"}  # else two sweeps share a folder
+    return Document(tree=merge(inherited, tree), places={**parent.places, **places}, source=str(path))
 
 
 def merge(old: Mapping[str, Any], new: Mapping[str, Any], path: str = "") -> dict[str, Any]:

@@ -25,6 +25,7 @@ ALIASES: Final[dict[str, str]] = {
 SHORT: Final[dict[str, str]] = {path: alias for alias, path in ALIASES.items()}
 
 SIGNIFICANT_DIGITS: Final = 4  # of ranges and draws: enough for any sweep, and names stay readable
+MAX_VALUES: Final = 100_000  # of an axis; more is a slip of the keyboard, and would fill the memory
 
 _GENERATORS: Final = (
     "values",
@@ -197,6 +198,7 @@ def values_of(tree: Any, *, path: str, where: str) -> tuple[Any, ...]:
         step = _count(tree.get("step", 1), "step", path, where)
         if not (isinstance(low, int) and isinstance(high, int)):
             raise GridError(f"{where}: range of axis {short(path)} takes whole numbers [first, last]; use linear")
+        _few((high - low) // step + 1, path, where)
         return tuple(range(low, high + 1, step))
     if kind != "linear" and low <= 0:
         raise GridError(f"{where}: {kind} of axis {short(path)} needs positive bounds, got {low}")
@@ -204,7 +206,7 @@ def values_of(tree: Any, *, path: str, where: str) -> tuple[Any, ...]:
         return _half_decades(low, high, path, where)
     if "num" not in tree:
         raise GridError(f"{where}: {kind} of axis {short(path)} needs num, how many values from {low} to {high}")
-    num = _count(tree["num"], "num", path, where)
+    num = _few(_count(tree["num"], "num", path, where), path, where)
     if num == 1:
         return (_rounded(float(low)),)
     share = [i / (num - 1) for i in range(num)]
@@ -223,8 +225,11 @@ def _draw(kind: str, tree: Mapping[str, Any], path: str, where: str) -> tuple[An
     """Seeded draws: a function of (seed, path) alone, and more draws keep the first ones."""
     if "draws" not in tree:
         raise GridError(f"{where}: {kind} of axis {short(path)} needs draws, how many values to draw")
-    count = _count(tree["draws"], "draws", path, where)
-    stream = random.Random(f"{tree.get('seed', 0)}:{path}")
+    count = _few(_count(tree["draws"], "draws", path, where), path, where)
+    seed = tree.get("seed", 0)
+    if not isinstance(seed, int) or isinstance(seed, bool):
+        raise GridError(f"{where}: seed of axis {short(path)} must be a whole number, got {seed!r}")
+    stream = random.Random(f"{seed}:{path}")
     if kind == "choice":
         options = tree["choice"]
         if not isinstance(options, list) or not options:
@@ -253,6 +258,12 @@ def _count(value: Any, name: str, path: str, where: str) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise GridError(f"{where}: {name} of axis {short(path)} must be a positive whole number, got {value!r}")
     return value
+
+
+def _few(count: int, path: str, where: str) -> int:
+    if count > MAX_VALUES:
+        raise GridError(f"{where}: axis {short(path)} has {count:,} values; allowed: up to {MAX_VALUES:,}")
+    return count
 
 
 def _half_decades(low: float, high: float, path: str, where: str) -> tuple[float, ...]:

@@ -22,11 +22,12 @@ from scaling.errors import ConfigError, GridError
 from scaling.identity import EXCLUDED, KEY_HEX, VERSION, label, run_key
 from scaling.resolve import resolve
 from scaling.sweeps.block import Block, config_tree
-from scaling.sweeps.grid import Assignment, describe
+from scaling.sweeps.grid import Assignment, describe, short
 from scaling.sweeps.resources import Resources
 from scaling.sweeps.spec import SweepSpec
 
 DEFAULT_OUT = "runs"
+MAX_RUNS = 200_000  # of a sweep: ten times what is planned in seconds; more is a slip of the keyboard
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,6 +97,8 @@ def plan(spec: SweepSpec, out: Path | None = None) -> Plan:
                     f"{spec.source}: one run appears twice (key {run.key}): {_origin(first)} and {_origin(run)}; "
                     "change or exclude one of them, or say `duplicates: merge`"
                 )
+            if len(runs) > MAX_RUNS:
+                raise GridError(f"{spec.source}: more than {MAX_RUNS:,} runs; take values out of the grid, or split it")
     if not runs:
         raise GridError(f"{spec.source}: no run is left after exclusions; widen the grid")
     ordered = sorted(runs.values(), key=lambda run: -run.flops)
@@ -112,7 +115,15 @@ def _runs(block: Block, spec: SweepSpec, out: Path) -> Iterator[PlannedRun]:
         try:
             yield builder.run(chosen)
         except ConfigError as error:
-            raise GridError(f"{error} (run: {describe(chosen)})") from None
+            raise GridError(f"{error} (run: {describe(chosen)}){_advice(str(error), chosen)}") from None
+
+
+def _advice(error: str, chosen: Assignment) -> str:
+    """What to do where an axis gives an option to methods that do not have it."""
+    for path in chosen:
+        if path.startswith("model.residual.") and f"unknown key {path!r}" in error:
+            return f"; give the axis a condition: {short(path)}: {{when: {{method: ...}}, values: [...]}}"
+    return ""
 
 
 class _Builder:

@@ -72,6 +72,19 @@ KEYS: Final = (
     "max_requeues",
     "sbatch",
 )
+# Options of sbatch that the sweep sets itself, and what to use instead.
+RESERVED: Final[Mapping[str, str]] = {
+    "array": "throttle",
+    "dependency": "sweep submit --after",
+    "job-name": "name",
+    "no-requeue": "resources.max_requeues: 0",
+    "open-mode": "nothing; logs are appended to",
+    "output": "sweep logs",
+    "signal": "resources.signal",
+    "test-only": "sweep plan",
+    "time": "resources.time",
+    "wait": "sweep watch",
+}
 _FIELD: Final = {"time": "time_s", "memory": "memory_mib", "signal": "signal_s"}
 
 
@@ -97,7 +110,7 @@ def update(old: Resources, tree: Mapping[str, Any], *, where: str) -> Resources:
                 raise GridError(
                     f"{where}: sbatch={value!r} must be a section of options, e.g. sbatch: {{constraint: a100}}"
                 )
-            changes[name] = {**old.sbatch, **{str(k).lstrip("-"): _flag(v) for k, v in value.items()}}
+            changes[name] = {**old.sbatch, **flags(value, where=where)}
         elif key == "runs_per_job" and value is None:
             changes[name] = None
         else:
@@ -116,8 +129,19 @@ def update(old: Resources, tree: Mapping[str, Any], *, where: str) -> Resources:
     return new
 
 
-def _flag(value: Any) -> str:
-    return "" if value is True or value is None else str(value)
+def flags(tree: Mapping[str, Any], *, where: str) -> dict[str, str]:
+    """Options of sbatch without their dashes; one without a value is ``""``.
+
+    Raises
+    ------
+    GridError
+        If the sweep sets one of them itself.
+    """
+    found = {str(key).lstrip("-"): "" if value is True or value is None else str(value) for key, value in tree.items()}
+    for name in found:
+        if name in RESERVED:
+            raise GridError(f"{where}: sbatch: {name} is set by the sweep itself; use {RESERVED[name]}")
+    return found
 
 
 def seconds(value: Any, *, unit_s: int = 60, where: str = "time") -> int:

@@ -24,12 +24,13 @@ import os
 import shlex
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from scaling.config.strict import build, read_yaml
 from scaling.errors import ConfigError
+from scaling.sweeps.resources import flags
 
 VARIABLE = "SCALING_SITE"
 
@@ -79,17 +80,12 @@ def load_site(path: Path | None = None) -> Site:
     if path is None and not os.environ.get(VARIABLE) and not file.exists():
         return Site()
     tree, lines = read_yaml(file)
-    for name in ("env", "sbatch"):
-        if isinstance(tree.get(name), Mapping):
-            tree[name] = {str(key).lstrip("-"): _text(value) for key, value in tree[name].items()}
-    known = {item.name for item in fields(Site)}
-    assert "partition" in known
+    if isinstance(tree.get("sbatch"), Mapping):
+        tree["sbatch"] = flags(tree["sbatch"], where=str(file))
+    if isinstance(tree.get("env"), Mapping):
+        tree["env"] = {str(key): "" if value is None else str(value) for key, value in tree["env"].items()}
     site = build(Site, tree, source=str(file), lines=lines)
     for name, value in site.env.items():
         if not name.isidentifier():
             raise ConfigError(f"{file}: env: {name!r} is no name of a variable (value {value!r})")
     return site
-
-
-def _text(value: Any) -> str:
-    return "" if value is True or value is None else str(value)

@@ -120,6 +120,10 @@ def test_draws_are_pinned() -> None:
         ({"uniform": [1, 2], "draws": 0}, "draws of axis lr must be a positive whole number, got 0"),
         ({"choice": [], "draws": 2}, "choice of axis lr must be a list"),
         ({"values": 3}, "values of axis lr must be a list, got 3"),
+        ({"range": [0, 10**12]}, "axis lr has 1,000,000,000,001 values; allowed: up to 100,000"),
+        ({"log": [1, 2], "num": 10**9}, "axis lr has 1,000,000,000 values"),
+        ({"uniform": [1, 2], "draws": 10**9}, "axis lr has 1,000,000,000 values"),
+        ({"uniform": [1, 2], "draws": 2, "seed": {"a": 1}}, "seed of axis lr must be a whole number"),
     ],
 )
 def test_refusals(tree: Any, message: str) -> None:

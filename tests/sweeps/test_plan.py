@@ -83,6 +83,12 @@ def test_labels_and_paths_do_not_make_runs_different() -> None:
         make(**grid(**{"data.micro_batch_size": [1, 2]}))
 
 
+def test_a_grid_without_bounds_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("scaling.sweeps.plan.MAX_RUNS", 5)
+    with pytest.raises(GridError, match="more than 5 runs; take values out of the grid"):
+        make(**grid(**{"run.seed": {"range": [0, 9]}}))
+
+
 def test_ten_thousand_runs_plan_in_two_seconds() -> None:
     axes = {"model.size": ["50k", "160k", "500k", "1.6m"], "model.residual.method": ["baseline", "attnres", "mhar"],
             "model.residual.heads": {"when": {"method": "mhar"}, "values": [1, 2, 4, 8]},

@@ -92,6 +92,11 @@ exclude:
         (BASE + "resources: {time: soon}\n", "time='soon' is not a time"),
         (BASE + "resources: {gpus: 8, runs_per_gpu: 2}\n", "runs_per_gpu=2 packs runs that fit one GPU"),
         (BASE + "resources: {by: [{gpus: 1}]}\n", "resources.by[0] needs when"),
+        (
+            BASE + "resources: {sbatch: {signal: KILL@5}}\n",
+            "s.yaml:5: sbatch: signal is set by the sweep itself; use resources.signal",
+        ),
+        (BASE + "resources: {sbatch: {--array: 0-5}}\n", "sbatch: array is set by the sweep itself; use throttle"),
         (BASE + "grid:\n  lr: [1]\n  lr: [2]\n", "s.yaml:7: key 'grid.lr' appears twice (first on line 6)"),
         ("grid:\n\tlr: [1]\n", "s.yaml:2: a tab character"),
         ("extends: nothing_like_it\n", "s.yaml:1: extends: nothing_like_it: neither a file nor a preset"),
@@ -106,7 +111,11 @@ def test_refusals_name_line_and_nearest_key(tmp_path: Path, text: str, message: 
     ("text", "message"),
     [
         (BASE.replace("seq_len", "sqe_len"), "s.yaml:3: unknown key 'data.sqe_len'; did you mean 'seq_len'?"),
-        (BASE + "grid:\n  H: [2]\n", "s.yaml:6: unknown key 'model.residual.heads'"),
+        (BASE + "grid:\n  H: [2]\n", "s.yaml:6: unknown key 'model.residual.heads'; allowed: none"),
+        (
+            BASE + "grid:\n  method: [baseline, mhar]\n  H: [2]\n",
+            "(run: method=baseline H=2); give the axis a condition: H: {when: {method: ...}, values: [...]}",
+        ),
         (
             BASE + "grid:\n  method: [mharr]\n",
             "s.yaml:6: model.residual.method='mharr' is unknown; did you mean 'mhar'?",
@@ -131,7 +140,8 @@ def test_error_says_which_run(tmp_path: Path) -> None:
 
 
 def test_extends_puts_a_file_over_another(tmp_path: Path) -> None:
-    write(tmp_path, BASE + "grid:\n  lr: [1e-3]\n  seed: [0, 1]\nexclude: [{lr: 1e-2}]\nthrottle: 4\n", "parent.yaml")
+    grid = "grid:\n  lr: [1e-3]\n  seed: [0, 1]\nexclude: [{lr: 1e-2}]\nthrottle: 4\nname: parents\n"
+    write(tmp_path, BASE + grid, "parent.yaml")
     child = write(
         tmp_path,
         "extends: parent.yaml\nbase: {schedule: {steps: 20}}\ngrid:\n  optimizer.lr: [3e-3, 1e-2]\n  seed: null\n"

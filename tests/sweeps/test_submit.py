@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from scaling.errors import ClusterError, ConfigError, UsageError
+from scaling.errors import ClusterError, ConfigError, GridError, UsageError
 from scaling.record import EndRecord, RunFolder
 from scaling.sweeps import batch
 from scaling.sweeps.array import lanes
@@ -405,6 +405,11 @@ def test_site_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     )
     file.write_text("partitoin: gpu\n", encoding="utf-8")
     with pytest.raises(ConfigError, match=r"site\.yaml:1: unknown key 'partitoin'; did you mean 'partition'"):
+        load_site()
+    file.write_text("sbatch: {signal: KILL@5}\n", encoding="utf-8")
+    with pytest.raises(
+        GridError, match=r"site\.yaml: sbatch: signal is set by the sweep itself; use resources\.signal"
+    ):
         load_site()
     file.write_text("env: {a-b: 1}\n", encoding="utf-8")
     with pytest.raises(ConfigError, match="'a-b' is no name of a variable"):
