@@ -11,7 +11,7 @@ import logging
 import os
 import shlex
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 from scaling.errors import ConfigError
@@ -33,10 +33,7 @@ def notify(command: str, event: str, now: SweepStatus, runs: Sequence[str] = ())
     """
     summary = ", ".join(f"{count} {state}" for state, count in now.counts.items())
     values = {"sweep": now.plan.spec.name, "event": event, "runs": " ".join(runs), "summary": summary}
-    try:
-        words = [word.format(**values) for word in shlex.split(command)]
-    except (KeyError, IndexError, ValueError):
-        raise ConfigError(f"notify: {command!r}: allowed in braces: {', '.join(WORDS)}") from None
+    words = _filled(command, values)
     environment = {**os.environ, **{f"SWEEP_{name.upper()}": value for name, value in values.items()}}
     try:
         done = subprocess.run(words, env=environment, timeout=LIMIT_S, capture_output=True, text=True, check=False)
@@ -46,3 +43,24 @@ def notify(command: str, event: str, now: SweepStatus, runs: Sequence[str] = ())
     if done.returncode != 0:
         logger.warning("notify: exit status %d: %s", done.returncode, done.stderr.strip())
     return done.returncode == 0
+
+
+def check_command(command: str) -> None:
+    """Refuse a command that ``notify`` would refuse, before hours of watching.
+
+    Raises
+    ------
+    ConfigError
+        If it is empty, its quotes are open, or it has a word in braces that is not known.
+    """
+    _filled(command, dict.fromkeys(WORDS, ""))
+
+
+def _filled(command: str, values: Mapping[str, str]) -> list[str]:
+    try:
+        words = [word.format(**values) for word in shlex.split(command)]
+    except (KeyError, IndexError, ValueError, AttributeError):
+        words = []
+    if not words:
+        raise ConfigError(f"notify: {command!r}: give a command; allowed in braces: {', '.join(WORDS)}")
+    return words

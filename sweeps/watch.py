@@ -8,9 +8,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
-from scaling.sweeps.notify import notify
+from scaling.errors import ClusterError
+from scaling.sweeps.notify import check_command, notify
 from scaling.sweeps.plan import Plan
 from scaling.sweeps.slurm import JobView, Slurm
 from scaling.sweeps.status import SweepStatus, status
@@ -21,22 +22,29 @@ LOOK_S: Final = 5.0
 
 @dataclass(slots=True)
 class PatientSlurm(Slurm):
-    """A Slurm whose answers are kept for ``every_s``."""
+    """A Slurm whose answers, errors among them, are kept for ``every_s``."""
 
     every_s: float = SLURM_S
     clock_s: Callable[[], float] = time.monotonic
-    _queue: tuple[float, dict[str, JobView]] | None = None
-    _history: tuple[float, dict[str, list[JobView]]] | None = None
+    _kept: dict[str, tuple[float, Any]] = field(default_factory=dict)
 
     def queue(self, names: Sequence[str]) -> dict[str, JobView]:
-        if self._queue is None or self.clock_s() - self._queue[0] >= self.every_s:
-            self._queue = (self.clock_s(), Slurm.queue(self, names))
-        return self._queue[1]
+        return self._patiently("queue", lambda: Slurm.queue(self, names))  # type: ignore[no-any-return]
 
-    def history(self, names: Sequence[str], since: str) -> dict[str, list[JobView]]:
-        if self._history is None or self.clock_s() - self._history[0] >= self.every_s:
-            self._history = (self.clock_s(), Slurm.history(self, names, since))
-        return self._history[1]
+    def history(self, names: Sequence[str], since: str, jobs: Sequence[str] = ()) -> dict[str, list[JobView]]:
+        return self._patiently("history", lambda: Slurm.history(self, names, since, jobs))  # type: ignore[no-any-return]
+
+    def _patiently(self, name: str, ask: Callable[[], Any]) -> Any:
+        kept = self._kept.get(name)
+        if kept is None or self.clock_s() - kept[0] >= self.every_s:
+            try:
+                answer = ask()
+            except ClusterError as error:
+                answer = error
+            kept = self._kept[name] = (self.clock_s(), answer)
+        if isinstance(kept[1], ClusterError):
+            raise kept[1]
+        return kept[1]
 
 
 @dataclass(slots=True)
@@ -53,6 +61,8 @@ class Watch:
     def run(self) -> SweepStatus:
         """Returns the last status, when nothing is queued, running or unknown any more."""
         told: set[str] = set()
+        if self.command:
+            check_command(self.command)
         while True:
             now = status(self.plan, slurm=self.slurm)
             self.show(now)
