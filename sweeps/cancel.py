@@ -38,10 +38,12 @@ def jobs_of(plan: Plan, rows: Sequence[RunStatus], slurm: Slurm) -> tuple[list[s
         If a job also holds runs that were not named.
     """
     ledger = Ledger(plan.sweep_folder)
-    jobs = {key: job for key, (job, _) in ledger.jobs().items()}
-    if not jobs:
+    names = ledger.job_names()
+    if not names:
         return [], []
-    live = {job for job, view in slurm.queue(ledger.job_names()).items() if view.state not in FINAL}
+    queue = slurm.queue(names)
+    jobs = {key: job for key, (job, _) in ledger.jobs(queue.values()).items()}
+    live = {job for job, view in queue.items() if view.state not in FINAL}
     named = {row.run.key for row in rows}
     wanted = {jobs[key] for key in named if key in jobs} & live
     inside = {key for key, job in jobs.items() if job in wanted}
@@ -56,13 +58,23 @@ def jobs_of(plan: Plan, rows: Sequence[RunStatus], slurm: Slurm) -> tuple[list[s
 
 
 def cancel(plan: Plan, rows: Sequence[RunStatus], slurm: Slurm, *, everything: bool) -> Cancelled:
-    """Cancel the jobs of these runs; with ``everything`` also the local pools of this sweep on this host."""
+    """Cancel the jobs of these runs; with ``everything`` also the local pools of this sweep on this host.
+
+    Raises
+    ------
+    UsageError
+        If a job or pool also holds runs that were not named.
+    """
+    here = [pool for pool in pools(plan.sweep_folder) if pool["host"] == socket.gethostname()]
+    named = {row.run.key for row in rows}
+    for pool in here:
+        if not everything and named.intersection(pool["keys"]):
+            raise UsageError(f"process {pool['pid']} here trains these runs and others; cancel the whole sweep")
     jobs, runs = jobs_of(plan, rows, slurm) if Ledger(plan.sweep_folder).path.exists() else ([], [])
     slurm.cancel(jobs)
     stopped = []
     if everything:
-        for pool in pools(plan.sweep_folder):
-            if pool["host"] == socket.gethostname():
-                os.kill(int(pool["pid"]), signal.SIGTERM)
-                stopped.append(int(pool["pid"]))
+        for pool in here:
+            os.kill(int(pool["pid"]), signal.SIGTERM)
+            stopped.append(int(pool["pid"]))
     return Cancelled(jobs=tuple(jobs), runs=tuple(runs), pools=tuple(stopped))

@@ -8,12 +8,13 @@ from __future__ import annotations
 import json
 import shutil
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from scaling.errors import RecordError, UsageError, nearest
+from scaling.errors import RecordError, ScalingError, UsageError, nearest
 from scaling.record import write_atomically
 from scaling.sweeps.plan import Plan
 from scaling.sweeps.retry import check_kinds
@@ -69,6 +70,14 @@ class LaunchReport:
         return "\n".join([*lines, f"folder {self.folder}"])
 
 
+def executor_name(named: str | None) -> str:
+    """``slurm`` or ``local``: as named, else Slurm where ``sbatch`` is."""
+    name = named or ("slurm" if shutil.which("sbatch") else "local")
+    if name not in ("slurm", "local"):
+        raise UsageError(f"--executor {name}: unknown; {nearest(name, ('slurm', 'local'))}")
+    return name
+
+
 def launch(
     plan: Plan,
     *,
@@ -99,13 +108,14 @@ def launch(
     UsageError
         If the executor is unknown, options do not go with it, or the answer was no.
     """
-    name = executor or ("slurm" if shutil.which("sbatch") else "local")
-    if name not in ("slurm", "local"):
-        raise UsageError(f"--executor {name}: unknown; {nearest(name, ('slurm', 'local'))}")
+    name = executor_name(executor)
     kinds = check_kinds(retry)
     if name == "local":
         if feed_all or dependency:
             raise UsageError("--feed and --after need Slurm; leave them out, or --executor slurm")
+        for option, count in {"--workers": workers, "--threads": threads}.items():
+            if count is not None and count < 1:
+                raise UsageError(f"{option} {count}: allowed: 1 or more")
         return _local(plan, kinds, keys, workers, threads, store)
     if workers is not None or threads is not None:
         raise UsageError("--workers and --threads are for --executor local; set resources.cpus, runs_per_gpu for Slurm")
@@ -156,13 +166,28 @@ def _local(
     )
 
 
-def remember(plan: Plan, settings: Sequence[str]) -> None:
-    """Keep a submit's ``--set`` options, so that ``status`` and the others need not repeat them."""
+@contextmanager
+def remembering(plan: Plan, settings: Sequence[str]) -> Iterator[None]:
+    """Keep a submit's ``--set`` options, so that ``status`` and the others need not repeat them.
+
+    Where an error comes before anything was submitted, the options of the submit before count again.
+    """
+    from scaling.sweeps.ledger import Ledger
+
     try:
         plan.sweep_folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise RecordError(f"{plan.sweep_folder}: cannot be made ({error.strerror}); choose another --out") from None
-    write_atomically(plan.sweep_folder / SETTINGS, json.dumps(list(settings)) + "\n")
+    file, ledger = plan.sweep_folder / SETTINGS, Ledger(plan.sweep_folder)
+    before = file.read_text(encoding="utf-8") if file.exists() else json.dumps([])
+    jobs = ledger.jobs()
+    write_atomically(file, json.dumps(list(settings)) + "\n")
+    try:
+        yield
+    except ScalingError:
+        if ledger.jobs() == jobs:
+            write_atomically(file, before)
+        raise
 
 
 def remembered(plan: Plan) -> list[str]:
@@ -171,3 +196,5 @@ def remembered(plan: Plan) -> list[str]:
         return [str(text) for text in json.loads((plan.sweep_folder / SETTINGS).read_text(encoding="utf-8"))]
     except FileNotFoundError:
         return []
+    except (ValueError, TypeError):
+        raise RecordError(f"{plan.sweep_folder / SETTINGS}: damaged; submit again with the same --set") from None

@@ -159,20 +159,23 @@ def submit(
     json_: Json = False,
 ) -> None:
     """Train what is missing: arrays on Slurm (returns at once), or workers on this machine. Submit again at will."""
+    from scaling.sweeps.launch import executor_name, remembering
+
     sweep = _plan(spec, set_, out)
     if detach:
+        from scaling.errors import UsageError
         from scaling.sweeps.local import detach as start
 
+        if executor_name(executor) != "local":
+            raise UsageError("--detach is for --executor local; a submit to Slurm returns at once")
         pid, log = start([word for word in sys.argv[1:] if word != "--detach"], sweep.sweep_folder)
         _print({"pid": pid, "log": str(log)}) if json_ else typer.echo(f"process {pid}, log {log}")
         return
-    from scaling.sweeps.launch import remember
-
-    remember(sweep, set_ or [])
-    _submit(
-        sweep, executor=executor, retry=retry, yes=yes, json_=json_, workers=workers, threads=threads, feed=feed,
-        dependency=after, snapshot=snapshot, store=_store(sweep, store) if sync else None,
-    )  # fmt: skip
+    with remembering(sweep, set_ or []):
+        _submit(
+            sweep, executor=executor, retry=retry, yes=yes, json_=json_, workers=workers, threads=threads, feed=feed,
+            dependency=after, snapshot=snapshot, store=_store(sweep, store) if sync else None,
+        )  # fmt: skip
 
 
 @app.command(
@@ -245,8 +248,12 @@ def logs(
         _print([{"key": log.key, "label": log.label, "files": [str(file) for file in log.files], "error": log.error}
                 for log in found])  # fmt: skip
         return
+    if not found:
+        typer.echo("no such runs", err=True)
     for log in found:
-        if log.files:
+        if not log.files:
+            typer.echo(f"== {log.label} ({log.key}): no log yet")
+        else:
             typer.echo(f"== {log.label} ({log.key}): {', '.join(map(str, log.files))}")
             typer.echo(f"first error: {log.error}" if log.error else "no line that names an error")
             typer.echo(log.tail(lines))
