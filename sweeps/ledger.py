@@ -10,7 +10,7 @@ from __future__ import annotations
 import fcntl
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,6 +18,7 @@ from typing import Any, Final, Literal
 
 from scaling.errors import ClusterError, RecordError
 from scaling.record import append_line, now_ms, read_lines
+from scaling.sweeps.slurm import JobView
 
 SUBMISSIONS: Final = "submissions.jsonl"
 ARRAYS: Final = "arrays"
@@ -88,29 +89,51 @@ class Ledger:
     def submissions(self) -> list[Submission]:
         """All arrays in the order they were submitted."""
         found: dict[str, Submission] = {}
-        for line in read_lines(self.path):
-            token = line["token"]
-            if line["event"] == "intent":
-                found[token] = Submission(
-                    token=token,
-                    tasks=tuple(tuple(task) for task in line["tasks"]),
-                    time_ms=line["time_ms"],
-                    settings=line.get("settings", {}),
-                )
-            elif line["event"] == "accepted":
-                found[token] = replace(found[token], job_id=line["job_id"])
-            else:
-                found[token] = replace(found[token], refused=line["message"])
+        for number, line in enumerate(read_lines(self.path), start=1):
+            try:
+                token = line["token"]
+                if line["event"] == "intent":
+                    found[token] = Submission(
+                        token=token,
+                        tasks=tuple(tuple(task) for task in line["tasks"]),
+                        time_ms=line["time_ms"],
+                        settings=line.get("settings", {}),
+                    )
+                elif line["event"] == "accepted":
+                    found[token] = replace(found[token], job_id=line["job_id"])
+                else:
+                    found[token] = replace(found[token], refused=line["message"])
+            except (KeyError, TypeError) as error:
+                raise RecordError(
+                    f"{self.path}: record {number} is damaged ({type(error).__name__}: {error}); without it a submit "
+                    "could train runs twice: mend or move the file when none of its jobs is in the queue"
+                ) from None
         return list(found.values())
 
-    def jobs(self) -> dict[str, tuple[str, int]]:
-        """For each run the array task it was last submitted in, as Slurm writes it (``12_3``), and when."""
+    def jobs(self, seen: Iterable[JobView] = ()) -> dict[str, tuple[str, int]]:
+        """For each run the array task it was last submitted in, as Slurm writes it (``12_3``), and when.
+
+        Parameters
+        ----------
+        seen
+            What Slurm says of jobs of this sweep: it tells the job ids of arrays whose client was killed around sbatch.
+        """
+        ids = {view.name: view.job.partition("_")[0] for view in seen}
         last = {}
         for item in self.submissions():
-            if item.job_id is not None:
+            job_id = item.job_id or (ids.get(self.job_name(item.token)) if item.pending else None)
+            if job_id is not None:
                 for index, keys in enumerate(item.tasks):
-                    last.update(dict.fromkeys(keys, (f"{item.job_id}_{index}", item.time_ms)))
+                    last.update(dict.fromkeys(keys, (f"{job_id}_{index}", item.time_ms)))
         return last
+
+    def beside(self) -> list[Ledger]:
+        """The ledgers of the other sweeps in the same folder of runs, which may have submitted the same runs."""
+        return [
+            Ledger(path.parent)
+            for path in sorted(self.folder.parent.glob(f"*/{SUBMISSIONS}"))
+            if path.parent.name != self.folder.name
+        ]
 
     def intend(self, token: str, tasks: Sequence[Sequence[str]], settings: Mapping[str, Any]) -> None:
         """Write down that an array is about to be submitted."""

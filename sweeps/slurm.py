@@ -6,7 +6,8 @@ without accounting (no ``sacct``) and older versions are served: only ``--parsab
 
 from __future__ import annotations
 
-import getpass
+import os
+import pwd
 import re
 import shutil
 import subprocess
@@ -44,6 +45,14 @@ class JobView:
     source: str = "squeue"
 
 
+def _me() -> str:
+    """This user's name as Slurm knows it; $LOGNAME and $USER may name somebody else."""
+    try:
+        return pwd.getpwuid(os.getuid()).pw_name
+    except KeyError:
+        return str(os.getuid())
+
+
 def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=ANSWER_S, check=False)
@@ -62,7 +71,7 @@ class Slurm:
     """Slurm as this user sees it; ``ask`` runs one command."""
 
     ask: Callable[[Sequence[str]], subprocess.CompletedProcess[str]] = _run
-    user: str = field(default_factory=getpass.getuser)
+    user: str = field(default_factory=lambda: _me())
     has_sacct: bool | None = None
 
     def text(self, *command: str) -> str:
@@ -98,13 +107,17 @@ class Slurm:
                 )
         return views
 
-    def history(self, names: Sequence[str], since: str) -> dict[str, list[JobView]]:
-        """Every record that accounting has of jobs of these names since a date, oldest first; else nothing."""
+    def history(self, names: Sequence[str], since: str, jobs: Sequence[str] = ()) -> dict[str, list[JobView]]:
+        """Every record that accounting has of jobs of these names, oldest first; else nothing.
+
+        Asked by job id where ids are known: since a date, sacct leaves out what was cancelled before it could start.
+        """
         if self.has_sacct is False or (self.has_sacct is None and not self._accounting()):
             self.has_sacct = False
             return {}
         self.has_sacct = True
-        lines = self.text("sacct", "-D", "-X", "-n", "-P", "-u", self.user, "--name", ",".join(names), "-S", since,
+        chosen = ("-j", ",".join(jobs)) if jobs else ("-S", since)
+        lines = self.text("sacct", "-D", "-X", "-n", "-P", "-u", self.user, "--name", ",".join(names), *chosen,
                           "-o", "JobID,State,Reason,NodeList,ExitCode,ElapsedRaw,End,JobName")  # fmt: skip
         views: dict[str, list[JobView]] = {}
         for line in lines.splitlines():
@@ -149,13 +162,23 @@ class Slurm:
         for tree in found:
             if tree.get("PartitionName") == name or (name is None and tree.get("Default") == "YES"):
                 return tree
+        if name is None:
+            return {}  # a site may have no default partition; sbatch says so
         names = ", ".join(sorted(tree.get("PartitionName", "") for tree in found))
         raise ClusterError(f"partition={name!r}: no such partition; allowed: {names}; set it in the site profile")
 
     def max_time_s(self, partition: str | None) -> int | None:
-        """The partition's MaxTime, which sbatch itself may not enforce; ``None``: unlimited."""
-        text = self.partition(partition).get("MaxTime", "UNLIMITED")
-        return None if text in ("UNLIMITED", "NONE", "INFINITE") else seconds(text)
+        """The partition's MaxTime, which sbatch itself may not enforce; ``None``: unlimited.
+
+        Of several partitions (``a,b``: Slurm takes the one that starts first) the longest.
+        """
+        limits: list[int] = []
+        for name in [None] if partition is None else partition.split(","):
+            text = self.partition(name).get("MaxTime", "UNLIMITED")
+            if text in ("UNLIMITED", "NONE", "INFINITE"):
+                return None
+            limits.append(seconds(text))
+        return max(limits)
 
     def max_array_index(self) -> int:
         """The highest index an array task may have: MaxArraySize bounds the index, not the count."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -117,22 +117,26 @@ def status(
     slurm
         Who to ask; by default Slurm itself. It is asked only where the sweep has been submitted.
     """
-    ledger = Ledger(plan.sweep_folder)
-    jobs = ledger.jobs()
+    keys = {run.key for run in plan.runs}
+    own = Ledger(plan.sweep_folder)
+    ledgers = [own, *(other for other in own.beside() if not keys.isdisjoint(other.jobs()))]
+    names = [name for ledger in ledgers for name in ledger.job_names()]
+    jobs = _jobs(ledgers, ())
     queue: dict[str, JobView] = {}
     records: dict[str, list[JobView]] = {}
     trouble = ""
-    if jobs:
+    if names:
         slurm = slurm or Slurm()
-        first_ms = min(time_ms for _, time_ms in jobs.values())
         try:
-            queue = slurm.queue(ledger.job_names())
+            queue = slurm.queue(names)
         except ClusterError as error:
             trouble = str(error)
-        if any(job not in queue or queue[job].state in FINAL for job, _ in jobs.values()):
+        jobs = _jobs(ledgers, queue.values())
+        if jobs and any(job not in queue or queue[job].state in FINAL for job, _ in jobs.values()):
+            first_ms = min(time_ms for _, time_ms in jobs.values())
             try:
                 since = datetime.fromtimestamp(first_ms / 1000 - 86_400).strftime("%Y-%m-%d")
-                records = slurm.history(ledger.job_names(), since)
+                records = slurm.history(names, since, sorted({job.partition("_")[0] for job, _ in jobs.values()}))
             except ClusterError as error:
                 trouble = trouble or str(error)
     looks = glance_all(plan.out, [run.key for run in plan.runs])
@@ -141,6 +145,9 @@ def status(
     for run in plan.runs:
         look, (job, submitted_ms) = looks.get(run.key), jobs.get(run.key, (None, 0))
         queued = queue.get(job) if job else None
+        started = look is not None and (look.started_ms or 0) >= submitted_ms
+        if job and queued is None and not started and job not in records:
+            queued = queue.get(job.partition("_")[0])  # squeue has one line for all tasks that never started
         needed = look is not None and look.end is None and look.attempts > 0
         needed = needed and (queued is None or queued.state in FINAL)
         state = reconcile(
@@ -156,14 +163,23 @@ def status(
         )
         views = records.get(job, ()) if job else ()
         rows.append(RunStatus(run=run, look=look, state=state, gpu_hours_used=_used_h(run, look, queued, views)))
-    keys = {run.key for run in plan.runs}
     return SweepStatus(
         plan=plan,
         runs=tuple(rows),
         checked_s=now_s,
         trouble=trouble,
-        left_over=sum(key not in keys for key in jobs),
+        left_over=sum(key not in keys for key in own.jobs()),
     )
+
+
+def _jobs(ledgers: Sequence[Ledger], seen: Iterable[JobView]) -> dict[str, tuple[str, int]]:
+    """For each run the array task it was last submitted in, by whichever sweep, and when."""
+    views, last = list(seen), dict[str, tuple[str, int]]()
+    for ledger in ledgers:
+        for key, task in ledger.jobs(views).items():
+            if key not in last or task[1] > last[key][1]:
+                last[key] = task
+    return last
 
 
 def held(run: Path, now_s: float) -> bool:

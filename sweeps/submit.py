@@ -7,6 +7,7 @@ the next submit or ``feed``.
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import time
@@ -29,7 +30,12 @@ from scaling.sweeps.slurm import FINAL, Slurm
 from scaling.sweeps.status import RunStatus, status
 from scaling.sweeps.task import MANIFEST
 
+logger = logging.getLogger(__name__)
+
 FEED_S: Final = 60.0  # between two looks for free submit slots
+
+# What Slurm's commands say while the controller is away or busy: it may be back at the next look.
+_AWAY: Final = ("Unable to contact", "no answer within", "timed out", "temporarily", "Connection refused")
 
 # What sbatch says where a user may not have more jobs in the queue (slurm_strerror, ESLURM_ACCOUNTING_POLICY and kin).
 _FULL: Final = ("job submit limit", "SubmitJob", "QOSMaxSubmit", "MaxSubmit")
@@ -42,10 +48,14 @@ class SubmitReport:
     job_ids: tuple[str, ...] = ()
     jobs: int = 0
     runs: int = 0
-    waiting: int = 0
     skipped: Mapping[str, int] = field(default_factory=dict)
     folder: Path = Path()
     why_waiting: str = ""
+    waiting_keys: tuple[str, ...] = ()
+
+    @property
+    def waiting(self) -> int:
+        return len(self.waiting_keys)
 
 
 @dataclass(slots=True)
@@ -162,7 +172,7 @@ class Submitter:
             job_ids=tuple(job_ids),
             jobs=done_jobs,
             runs=done_runs,
-            waiting=sum(len(task) for array in left for task in array.tasks),
+            waiting_keys=tuple(run.key for array in left for task in array.tasks for run in task),
             skipped=skipped,
             folder=self.plan.sweep_folder,
             why_waiting=why,
@@ -186,7 +196,9 @@ class Submitter:
         token = uuid.uuid4().hex[:8]
         folder = ledger.array_folder(token).resolve()  # made before sbatch: without it jobs fail without a log
         reopened: list[tuple[Path, Path]] = []
+        intended = False
         try:
+            check_path(folder)
             folder.mkdir(parents=True)
             write_atomically(folder / MANIFEST, manifest(array, self.plan.out.resolve(), self.trainer))
             made = executor(
@@ -203,6 +215,7 @@ class Submitter:
                 [[run.key for run in task] for task in array.tasks],
                 {"time_s": array.resources.time_s, "throttle": lane.throttle},
             )
+            intended = True
             for task in array.tasks:
                 for run in task:
                     reopened += _set_aside(self.plan.out / run.key, states[run.key])
@@ -212,7 +225,13 @@ class Submitter:
                 os.replace(now_at, was_at)
             if isinstance(error, (ScalingError, OSError)):
                 shutil.rmtree(folder, ignore_errors=True)
-                ledger.refuse(token, str(error))
+                if intended:
+                    ledger.refuse(token, str(error))
+            if isinstance(error, OSError):
+                place = error.filename or folder
+                raise ClusterError(
+                    f"{place}: cannot be written ({error.strerror}); free space, or another --out"
+                ) from None
             raise
         ledger.accept(token, job_id)
         return job_id
@@ -224,6 +243,12 @@ def _set_aside(run: Path, row: RunStatus) -> list[tuple[Path, Path]]:
         return []
     RunFolder(run).reopen()
     return [(run / f"end-{row.look.end.attempt:04d}.json", run / END)]
+
+
+def check_path(folder: Path) -> None:
+    """Refuse a folder whose name Slurm would read as a pattern: jobs would fail without a log."""
+    if "%" in str(folder):
+        raise ClusterError(f"{folder}: Slurm reads % in the names of logs as a pattern; choose another --out or name")
 
 
 def check_times(runs: Sequence[PlannedRun], site: Site, slurm: Slurm) -> None:
@@ -253,14 +278,20 @@ def feed(
     on_report(total)
     while total.waiting:
         sleep(poll_s)
-        more = submitter.submit()
+        submitter.keys = frozenset(total.waiting_keys)  # each run once: what fails again is not tried for ever
+        try:
+            more = submitter.submit()
+        except ClusterError as error:
+            if not any(word in str(error) for word in _AWAY):
+                raise
+            logger.warning("%s; trying again in %.0f s", error, poll_s)
+            continue
         on_report(more)
         total = replace(
             total,
             job_ids=(*total.job_ids, *more.job_ids),
             jobs=total.jobs + more.jobs,
             runs=total.runs + more.runs,
-            waiting=more.waiting,
+            waiting_keys=more.waiting_keys,
         )
-        submitter.retry = ()  # asked for once: what fails again is not tried for ever
     return total

@@ -305,6 +305,7 @@ def test_controller_down_at_submit_and_during_status(make: Any, wait: Any, finis
     wait(lambda: not status(planned).trouble, 30, "the controller")
     assert status(held).counts == {"queued": 1}
     cancel(held, status(held).runs, Slurm(), everything=True)
+    assert status(held).counts == {"cancelled": 1}  # it could never start: squeue has no line for its task
     assert submitter(new, trainer=TOY).submit().runs == 1
     assert finish(new, 60).counts == {"done": 1}
     assert finish(planned, 90).counts == {"done": 2}

@@ -5,17 +5,19 @@ from __future__ import annotations
 import json
 import os
 import re
+import socket
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from scaling.errors import ClusterError, ConfigError, GridError, UsageError
-from scaling.record import EndRecord, RunFolder
+from scaling.errors import ClusterError, ConfigError, GridError, RecordError, UsageError
+from scaling.record import Attempt, EndRecord, RunFolder
 from scaling.sweeps import batch
 from scaling.sweeps.array import lanes
 from scaling.sweeps.cancel import cancel
-from scaling.sweeps.launch import launch, remember, remembered
+from scaling.sweeps.launch import launch, remembered, remembering
 from scaling.sweeps.ledger import Ledger
 from scaling.sweeps.notify import notify
 from scaling.sweeps.preview import preview
@@ -136,6 +138,28 @@ def test_known_limit_leaves_the_rest_for_later(make: Any, fake: Any) -> None:
     assert (total.runs, total.waiting) == (6, 0) and min(slept) >= 30
 
 
+def test_feed_tries_each_failed_run_once_and_outlasts_the_controller(make: Any, fake: Any) -> None:
+    fake.limit = 2
+    planned = make(grid={"seed": {"range": [0, 8]}})
+    for run in planned.runs:
+        over(planned, run.key, "failed", kind="crash")
+    looks = 0
+
+    def sleep(total_s: float) -> None:
+        nonlocal looks
+        looks += 1
+        fake.down = looks % 2 == 1
+        fake.jobs.clear()
+        for run in planned.runs:  # what was tried again fails again
+            if RunFolder(planned.out / run.key).end() is None:
+                over(planned, run.key, "failed", kind="crash")
+
+    total = feed(submitter(planned, fake, retry=("failed",)), sleep=sleep)
+    assert (total.runs, total.waiting) == (9, 0)
+    tried = [key for item in Ledger(planned.sweep_folder).submissions() for task in item.tasks for key in task]
+    assert sorted(tried) == sorted(run.key for run in planned.runs)
+
+
 def test_unknown_limit_is_found_by_halving(make: Any, fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     planned = make(grid={"seed": {"range": [0, 9]}})
     room = 3
@@ -206,6 +230,51 @@ def test_client_killed_after_sbatch_loses_nothing(make: Any, fake: Any, monkeypa
     assert (again.runs, again.skipped) == (0, {"queued": 2})  # the array was found by its name
 
 
+def test_client_killed_after_sbatch_is_seen_by_status_and_cancel(
+    make: Any, fake: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planned = make(grid={"seed": [0, 1]})
+
+    def killed(self: Ledger, token: str, job_id: str) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Ledger, "accept", killed)
+        with pytest.raises(KeyboardInterrupt):
+            submitter(planned, fake).submit()
+    assert status(planned, slurm=fake.slurm).counts == {"planned": 2}  # Slurm has not heard of it
+    fake.jobs["100_[0-1]"] = ("PENDING", "Resources")
+    now = status(planned, slurm=fake.slurm)
+    assert now.counts == {"queued": 2}
+    assert cancel(planned, now.runs, fake.slurm, everything=True).jobs == ("100_0", "100_1")
+
+
+def test_folder_that_cannot_be_made_leaves_the_ledger_whole(make: Any, fake: Any) -> None:
+    planned = make()
+    planned.sweep_folder.mkdir(parents=True)
+    (planned.sweep_folder / "arrays").write_text("in the way", encoding="utf-8")
+    with pytest.raises(ClusterError, match=r"arrays/[0-9a-f]{8}: cannot be written \(Not a directory\)"):
+        submitter(planned, fake).submit()
+    assert status(planned, slurm=fake.slurm).counts == {"planned": 1}
+    (planned.sweep_folder / "arrays").unlink()
+    assert submitter(planned, fake).submit().runs == 1
+
+
+def test_damaged_ledger_is_named(make: Any, fake: Any) -> None:
+    planned = make()
+    planned.sweep_folder.mkdir(parents=True)
+    (planned.sweep_folder / "submissions.jsonl").write_text('{"event":"refused","token":"a"}\n', encoding="utf-8")
+    with pytest.raises(RecordError, match=r"submissions\.jsonl: record 1 is damaged"):
+        status(planned, slurm=fake.slurm)
+
+
+def test_folder_that_slurm_would_read_as_a_pattern_is_refused(make: Any, fake: Any) -> None:
+    planned = replace(make(), out=make().out / "50%j")
+    with pytest.raises(ClusterError, match="Slurm reads % in the names of logs as a pattern"):
+        submitter(planned, fake).submit()
+    assert fake.accepted() == []
+
+
 def test_client_killed_before_sbatch_starts_over(make: Any, fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     planned = make(grid={"seed": [0, 1]})
 
@@ -243,6 +312,12 @@ def test_time_over_the_partition_s_is_refused(make: Any, fake: Any) -> None:
         submitter(planned, fake, site=Site(partition="short")).submit()
     with pytest.raises(ClusterError, match=r"partition='gpu': no such partition; allowed: main, short"):
         submitter(planned, fake, site=Site(partition="gpu")).submit()
+
+
+def test_of_several_partitions_the_longest_time_counts(make: Any, fake: Any) -> None:
+    assert submitter(make(resources={"time": 60}), fake, site=Site(partition="short,main")).submit().runs == 1
+    with pytest.raises(ClusterError, match=r"partition='gpu': no such partition"):
+        submitter(make(grid={"seed": [7]}), fake, site=Site(partition="short,gpu")).submit()
 
 
 def test_throttle_is_shared_between_arrays() -> None:
@@ -317,6 +392,28 @@ def test_status_asks_slurm_twice_at_most(make: Any, fake: Any) -> None:
     assert [command[0] for command in fake.asked] == ["squeue", "scontrol", "sacct"]
 
 
+def test_tasks_that_were_cancelled_before_they_started(make: Any, fake: Any) -> None:
+    planned = make(grid={"seed": [0, 1, 2]})
+    submitter(planned, fake).submit()
+    fake.accounting = False
+    fake.jobs.update({"100_0": ("COMPLETED", "None"), "100": ("CANCELLED", "None")})  # one line for 1 and 2
+    over(planned, planned.runs[0].key)
+    assert status(planned, slurm=fake.slurm).counts == {"done": 1, "cancelled": 2}
+    begun = RunFolder.create(planned.out, planned.runs[1].config)
+    begun.begin(Attempt(attempt=1, pid=1, host="n", started_ms=2**42, resumed_from_step=0))
+    assert status(planned, slurm=fake.slurm).counts == {"done": 1, "cancelled": 1, "unknown": 1}  # that one had started
+
+
+def test_history_is_asked_by_job(make: Any, fake: Any) -> None:
+    planned = make()
+    submitter(planned, fake).submit()
+    fake.asked.clear()
+    fake.records.append(("100_[0]", "CANCELLED by 0", "0:0", "2026-01-01T00:00:00"))
+    assert status(planned, slurm=fake.slurm).counts == {"cancelled": 1}
+    (command,) = [command for command in fake.asked if command[0] == "sacct"]
+    assert command[command.index("-j") + 1] == "100" and "-S" not in command  # -S hides what could never start
+
+
 def test_status_without_accounting(make: Any, fake: Any) -> None:
     planned = make()
     submitter(planned, fake).submit()
@@ -353,10 +450,30 @@ def test_watch_polls_slurm_every_30_s_at_most_and_notifies(make: Any, fake: Any,
     assert log.read_text(encoding="utf-8").splitlines() == [f"failed {planned.runs[0].label}", "finished "]
 
 
+def test_watch_does_not_ask_a_controller_that_is_away_more_often(make: Any, fake: Any) -> None:
+    planned = make()
+    submitter(planned, fake).submit()
+    fake.asked.clear()
+    fake.down = True
+    time_s = 0.0
+
+    def sleep(total_s: float) -> None:
+        nonlocal time_s
+        time_s += total_s
+        if time_s == 200:
+            over(planned, planned.runs[0].key)
+
+    Watch(plan=planned, slurm=PatientSlurm(ask=fake.ask, user="me", clock_s=lambda: time_s), sleep=sleep).run()
+    assert sum(command[0] == "squeue" for command in fake.asked) == 7
+
+
 def test_notify_refuses_unknown_words_and_survives_a_bad_command(make: Any, fake: Any) -> None:
     now = status(make())
     with pytest.raises(ConfigError, match=r"allowed in braces: sweep, event, runs, summary"):
         notify("echo {nobody}", "finished", now)
+    for command in ("echo {nobody}", "echo '", " ", "echo {sweep.x}"):
+        with pytest.raises(ConfigError, match=r"give a command; allowed in braces"):
+            Watch(plan=make(), slurm=fake.slurm, command=command).run()  # at once, not at the first failure
     assert notify("false", "finished", now) is False
     assert notify("no-such-command-here", "finished", now) is False
 
@@ -429,10 +546,47 @@ def test_launch_refusals(make: Any, fake: Any) -> None:
         launch(planned, executor="local", feed_all=True)
     with pytest.raises(UsageError, match="--workers and --threads are for --executor local"):
         launch(planned, executor="slurm", workers=2)
+    for options in ({"workers": 0}, {"workers": -1}, {"threads": 0}):
+        with pytest.raises(UsageError, match=r"--(workers|threads) -?\d: allowed: 1 or more"):
+            launch(planned, executor="local", **options)
 
 
-def test_settings_are_remembered(make: Any) -> None:
+def test_settings_are_remembered_unless_nothing_came_of_them(make: Any, fake: Any) -> None:
     planned = make()
     assert remembered(planned) == []
-    remember(planned, ["lr=0.1"])
+    with remembering(planned, ["lr=0.1"]):
+        pass
     assert remembered(planned) == ["lr=0.1"]
+    with pytest.raises(ClusterError), remembering(planned, ["lr=0.2"]):
+        raise ClusterError("refused")
+    assert remembered(planned) == ["lr=0.1"]
+    with pytest.raises(ClusterError), remembering(planned, ["lr=0.3"]):
+        submitter(planned, fake).submit()
+        raise ClusterError("the second array was refused")
+    assert remembered(planned) == ["lr=0.3"]
+    (planned.sweep_folder / "settings.json").write_text("x", encoding="utf-8")
+    with pytest.raises(RecordError, match=r"settings\.json: damaged; submit again"):
+        remembered(planned)
+
+
+def test_runs_of_another_sweep_in_the_same_folder_are_not_submitted_twice(make: Any, fake: Any) -> None:
+    planned, wider = make(grid={"seed": [0, 1]}), make("wider", grid={"seed": [0, 1, 2]})
+    submitter(planned, fake).submit()
+    fake.jobs["100_[0-1]"] = ("PENDING", "Resources")
+    report = submitter(wider, fake).submit()
+    assert (report.runs, report.skipped) == (1, {"queued": 2})
+    fake.jobs["101_0"] = ("PENDING", "Resources")
+    now = status(wider, slurm=fake.slurm)
+    assert cancel(wider, now.runs, fake.slurm, everything=True).jobs == ("101_0",)  # its own alone
+    assert status(planned, slurm=fake.slurm).counts == {"queued": 2}
+
+
+def test_a_local_pool_is_cancelled_whole_or_not_at_all(make: Any, fake: Any) -> None:
+    planned = make(grid={"seed": [0, 1]})
+    file = planned.sweep_folder / "local" / "x.json"
+    file.parent.mkdir(parents=True)
+    keys = [run.key for run in planned.runs]
+    file.write_text(json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "keys": keys}), encoding="utf-8")
+    rows = choose(status(planned).runs, pattern="s1")
+    with pytest.raises(UsageError, match=r"process \d+ here trains .*cancel the whole sweep"):
+        cancel(planned, rows, fake.slurm, everything=False)
