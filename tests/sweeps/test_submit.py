@@ -546,7 +546,8 @@ def test_launch_refusals(make: Any, fake: Any) -> None:
         launch(planned, executor="local", feed_all=True)
     with pytest.raises(UsageError, match="--workers and --threads are for --executor local"):
         launch(planned, executor="slurm", workers=2)
-    for options in ({"workers": 0}, {"workers": -1}, {"threads": 0}):
+    wrong: list[dict[str, Any]] = [{"workers": 0}, {"workers": -1}, {"threads": 0}]
+    for options in wrong:
         with pytest.raises(UsageError, match=r"--(workers|threads) -?\d: allowed: 1 or more"):
             launch(planned, executor="local", **options)
 
