@@ -6,27 +6,31 @@ import shutil
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from scaling.errors import ClusterError
-from scaling.sweeps.array import arrays
+from scaling.sweeps.array import Array, arrays
 from scaling.sweeps.estimate import Device, concerns, gpu_hours, run_s, wall_s
 from scaling.sweeps.plan import Plan
+from scaling.sweeps.resources import clock
 from scaling.sweeps.site import Site, load_site
 from scaling.sweeps.slurm import Slurm
 from scaling.sweeps.status import SweepStatus, status
-from scaling.sweeps.submit import check_times
+from scaling.sweeps.submit import check_path, check_times
+
+TRIED: Final = 8  # groups of equal resources that Slurm is asked about: each question takes a job id
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Preview:
-    """Everything that ``sweep plan`` shows."""
+    """Everything that ``sweep plan`` shows. ``refused`` says why Slurm would not take it."""
 
     plan: Plan
     now: SweepStatus
     device: Device | None
     price: float | None
     notes: tuple[str, ...] = ()
+    refused: str = ""
     script: str = ""
 
     def tree(self) -> dict[str, Any]:
@@ -49,6 +53,7 @@ class Preview:
             "wall_time_s": wall_s(pending, device, self.plan.spec.throttle) if device else None,
             "throttle": self.plan.spec.throttle,
             "notes": list(self.notes),
+            "refused": self.refused,
             "script": self.script,
             "runs": [
                 {
@@ -85,41 +90,44 @@ def preview(
     name = gpu or site.gpu
     device = Device.named(name, mfu if mfu is not None else site.mfu) if name else None
     rate = price if price is not None else plan.spec.price_per_gpu_hour
-    notes, script = _slurm_view(plan, site, slurm)
+    now = status(plan, slurm=slurm)
+    notes, refused, script = _slurm_view(now, site, slurm)
     return Preview(
         plan=plan,
-        now=status(plan, slurm=slurm),
+        now=now,
         device=device,
         price=rate if rate is not None else site.price_per_gpu_hour,
         notes=tuple(notes),
+        refused=refused,
         script=script,
     )
 
 
-def _slurm_view(plan: Plan, site: Site, slurm: Slurm | None) -> tuple[list[str], str]:
-    """What Slurm would get, and what it says to it."""
+def _slurm_view(now: SweepStatus, site: Site, slurm: Slurm | None) -> tuple[list[str], str, str]:
+    """What Slurm would get for the runs that are due, what it says to it, why not, and the first array's script."""
     if slurm is None and shutil.which("sbatch") is None:
-        return ["Slurm: not here (sbatch is not on PATH); sweep submit --executor local trains on this machine"], ""
+        return ["Slurm: not here (sbatch is not on PATH); sweep submit --executor local trains on this machine"], "", ""
     from scaling.sweeps.batch import executor, scrubbed_environment, task_command
 
-    slurm = slurm or Slurm()
-    groups = arrays(plan.runs)
-    jobs = sum(len(group.tasks) for group in groups)
+    slurm, plan = slurm or Slurm(), now.plan
+    due = [row.run for row in now.runs if row.state.state == "planned"]
+    groups = arrays(due or plan.runs)
     folder = plan.sweep_folder / "arrays" / "TOKEN"
+
+    def text(group: Array, count: int, place: Path) -> str:
+        name = f"{plan.spec.name}.TOKEN"
+        made = executor(place, group.resources, site, name=name, throttle=plan.spec.throttle, code=None)
+        return made.text(task_command(folder, site, group.resources), count)
+
     with tempfile.TemporaryDirectory() as scratch:
-        made = executor(
-            Path(scratch),
-            groups[0].resources,
-            site,
-            name=f"{plan.spec.name}.TOKEN",
-            throttle=plan.spec.throttle,
-            code=None,
-        )
-        command = task_command(folder, site, groups[0].resources)
-        script = made.text(command, len(groups[0].tasks)).replace(scratch, str(folder))
+        script = text(groups[0], len(groups[0].tasks), Path(scratch)).replace(scratch, str(folder))
+        if not due:
+            return ["Slurm: nothing to submit"], "", script
+        jobs = sum(len(group.tasks) for group in groups)
         notes = [f"Slurm: {jobs} jobs in {len(groups)} group(s) of equal resources"]
         try:
-            check_times(plan.runs, site, slurm)
+            check_path(plan.sweep_folder.resolve())
+            check_times(due, site, slurm)
             width, limit = slurm.max_array_index() + 1, slurm.submit_limit()
             cuts = sum(-(-len(group.tasks) // width) for group in groups)
             notes.append(f"Slurm: {cuts} array(s), an array has at most {width} jobs here (MaxArraySize)")
@@ -128,10 +136,15 @@ def _slurm_view(plan: Plan, site: Site, slurm: Slurm | None) -> tuple[list[str],
                 later = f"; {jobs - free} wait for --feed or the next submit" if jobs > free else ""
                 notes.append(f"Slurm: at most {limit} jobs of yours in the queue, {free} free now{later}")
             file = Path(scratch) / "job.sh"
-            file.write_text(made.text(command, min(width, len(groups[0].tasks))), encoding="utf-8")
-            with scrubbed_environment():
-                asked = slurm.ask(("sbatch", "--test-only", str(file)))
-            notes.append("Slurm: " + " ".join(asked.stderr.replace("sbatch: ", "").split()))
+            for group in groups[:TRIED]:
+                file.write_text(text(group, min(width, len(group.tasks)), Path(scratch)), encoding="utf-8")
+                with scrubbed_environment():
+                    asked = slurm.ask(("sbatch", "--test-only", str(file)))
+                said = " ".join(asked.stderr.replace("sbatch: ", "").split())
+                if asked.returncode != 0:
+                    raise ClusterError(f"{said} (time={clock(group.resources.time_s)} gpus={group.resources.gpus} "
+                                       f"nodes={group.resources.nodes}, {len(group.tasks)} jobs)")  # fmt: skip
+                notes.append(f"Slurm: {said}")
         except ClusterError as error:
-            notes.append(f"Slurm: refused as planned: {error}")
-    return notes, script
+            return [*notes, f"Slurm: refused as planned: {error}"], str(error), script
+    return notes, "", script

@@ -80,6 +80,7 @@ class Submitter:
             If Slurm refuses or cannot be reached. Arrays accepted before stay submitted; of the refused one nothing is
             left.
         """
+        check_path(self.plan.sweep_folder.resolve())
         ledger = Ledger(self.plan.sweep_folder)
         with ledger.lock():
             self._adopt(ledger)
@@ -198,7 +199,6 @@ class Submitter:
         reopened: list[tuple[Path, Path]] = []
         intended = False
         try:
-            check_path(folder)
             folder.mkdir(parents=True)
             write_atomically(folder / MANIFEST, manifest(array, self.plan.out.resolve(), self.trainer))
             made = executor(

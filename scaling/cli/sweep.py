@@ -124,7 +124,7 @@ def plan(
     script: Annotated[bool, typer.Option("--script", help="Show the sbatch script.")] = False,
     json_: Json = False,
 ) -> None:
-    """Dry run: which runs there are, what is there already, and what the rest will take. Submits nothing."""
+    """Dry run: which runs there are, what is there already, what the rest will take. Exit status 1: Slurm refuses."""
     from scaling.sweeps.display import console, plan_tables
     from scaling.sweeps.preview import preview
 
@@ -132,12 +132,14 @@ def plan(
     seen = preview(sweep, gpu=gpu, mfu=mfu, price=price)
     if json_:
         _print(seen.tree())
-        return
-    console().print(
-        plan_tables(sweep, seen.now, device=seen.device, price=seen.price, throttle=sweep.spec.throttle, rows=rows)
-    )
-    for text in [*seen.notes, *([seen.script] if script and seen.script else [])]:
-        typer.echo(text)
+    else:
+        console().print(
+            plan_tables(sweep, seen.now, device=seen.device, price=seen.price, throttle=sweep.spec.throttle, rows=rows)
+        )
+        for text in [*seen.notes, *([seen.script] if script and seen.script else [])]:
+            typer.echo(text)
+    if seen.refused:
+        raise typer.Exit(1)
 
 
 @app.command(epilog="Examples: scaling sweep submit fair --yes; scaling sweep submit my.yaml --executor local --detach")

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import socket
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from scaling.sweeps.ledger import Ledger
 from scaling.sweeps.notify import notify
 from scaling.sweeps.preview import preview
 from scaling.sweeps.site import Site, load_site
+from scaling.sweeps.slurm import Slurm
 from scaling.sweeps.status import choose, status
 from scaling.sweeps.submit import Submitter, feed
 from scaling.sweeps.watch import PatientSlurm, Watch
@@ -272,7 +274,7 @@ def test_folder_that_slurm_would_read_as_a_pattern_is_refused(make: Any, fake: A
     planned = replace(make(), out=make().out / "50%j")
     with pytest.raises(ClusterError, match="Slurm reads % in the names of logs as a pattern"):
         submitter(planned, fake).submit()
-    assert fake.accepted() == []
+    assert fake.accepted() == [] and not planned.sweep_folder.exists()
 
 
 def test_client_killed_before_sbatch_starts_over(make: Any, fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -505,6 +507,30 @@ def test_preview_shows_script_cuts_and_limits(make: Any, fake: Any) -> None:
     assert tree["cost"] == pytest.approx(tree["gpu_hours"] * 2.0) and len(tree["runs"]) == 10
     late = preview(make(resources={"time": "2d"}), site=Site(), slurm=fake.slurm)
     assert any("refused as planned" in note and "exceeds the MaxTime" in note for note in late.notes)
+    assert "exceeds the MaxTime" in late.refused and late.refused == late.tree()["refused"] and not seen.refused
+
+
+def test_preview_asks_slurm_about_every_kind_of_job_that_is_due(make: Any, fake: Any) -> None:
+    by = [{"when": {"size": "160k"}, "time": 60}]
+    planned = make(grid={"size": ["50k", "160k"], "seed": [0, 1]}, resources={"time": 10, "by": by})
+    preview(planned, site=Site(), slurm=fake.slurm)
+    assert sum(command[:2] == ("sbatch", "--test-only") for command in fake.asked) == 2
+    for run in planned.runs[:2]:
+        over(planned, run.key)
+    seen = preview(planned, site=Site(), slurm=fake.slurm)
+    assert seen.notes[0] == "Slurm: 2 jobs in 1 group(s) of equal resources" and "--time=10\n" in seen.script
+    original = fake.ask
+
+    def refuses(command: Any) -> Any:
+        if command[0] == "sbatch":
+            return subprocess.CompletedProcess(command, 1, "", "allocation failure: Invalid feature specification\n")
+        return original(command)
+
+    seen = preview(planned, site=Site(), slurm=Slurm(ask=refuses, user="me"))
+    assert "Invalid feature specification (time=0:10:00 gpus=0 nodes=1, 2 jobs)" in seen.refused
+    for run in planned.runs[2:]:
+        over(planned, run.key)
+    assert preview(planned, site=Site(), slurm=fake.slurm).notes == ("Slurm: nothing to submit",)
 
 
 def test_site_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
