@@ -119,8 +119,8 @@ def plan(
     out: Out = None,
     gpu: Annotated[str | None, typer.Option(help="Device that times are estimated for, e.g. h100.")] = None,
     mfu: Annotated[float | None, typer.Option(help="Assumed share of the device's peak (default 0.4).")] = None,
-    price: Annotated[float | None, typer.Option(help="Price of a GPU-hour.")] = None,
-    rows: Annotated[int, typer.Option(help="Runs to list.")] = 40,
+    price: Annotated[float | None, typer.Option(help="Price of a GPU-hour.", min=0)] = None,
+    rows: Annotated[int, typer.Option(help="Runs to list.", min=0)] = 40,
     script: Annotated[bool, typer.Option("--script", help="Show the sbatch script.")] = False,
     json_: Json = False,
 ) -> None:
@@ -238,7 +238,7 @@ def logs(
     out: Out = None,
     state: States = None,
     match: Match = "",
-    lines: Annotated[int, typer.Option("-n", "--lines", help="Lines of each log.")] = 20,
+    lines: Annotated[int, typer.Option("-n", "--lines", help="Lines of each log.", min=1)] = 20,
     json_: Json = False,
 ) -> None:
     """The end of runs' logs, where they are, and the first line that names an error."""

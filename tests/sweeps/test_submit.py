@@ -150,6 +150,7 @@ def test_feed_tries_each_failed_run_once_and_outlasts_the_controller(make: Any, 
     def sleep(total_s: float) -> None:
         nonlocal looks
         looks += 1
+        assert looks < 30
         fake.down = looks % 2 == 1
         fake.jobs.clear()
         for run in planned.runs:  # what was tried again fails again
