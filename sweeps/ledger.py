@@ -10,7 +10,7 @@ from __future__ import annotations
 import fcntl
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -127,13 +127,13 @@ class Ledger:
                     last.update(dict.fromkeys(keys, (f"{job_id}_{index}", item.time_ms)))
         return last
 
-    def beside(self) -> list[Ledger]:
-        """The ledgers of the other sweeps in the same folder of runs, which may have submitted the same runs."""
-        return [
-            Ledger(path.parent)
-            for path in sorted(self.folder.parent.glob(f"*/{SUBMISSIONS}"))
-            if path.parent.name != self.folder.name
-        ]
+    def beside(self, keys: Set[str]) -> list[Ledger]:
+        """The ledgers of other sweeps in the same folder of runs that have submitted, or may have, some of these."""
+        others = [Ledger(path.parent) for path in sorted(self.folder.parent.glob(f"*/{SUBMISSIONS}"))]
+        return [other for other in others if other.folder.name != self.folder.name and other._may_have(keys)]
+
+    def _may_have(self, keys: Set[str]) -> bool:
+        return any(not item.refused and any(not keys.isdisjoint(t) for t in item.tasks) for item in self.submissions())
 
     def intend(self, token: str, tasks: Sequence[Sequence[str]], settings: Mapping[str, Any]) -> None:
         """Write down that an array is about to be submitted."""

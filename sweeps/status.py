@@ -119,7 +119,7 @@ def status(
     """
     keys = {run.key for run in plan.runs}
     own = Ledger(plan.sweep_folder)
-    ledgers = [own, *(other for other in own.beside() if not keys.isdisjoint(other.jobs()))]
+    ledgers = [own, *own.beside(keys)]
     names = [name for ledger in ledgers for name in ledger.job_names()]
     jobs = _jobs(ledgers, ())
     queue: dict[str, JobView] = {}

@@ -249,6 +249,7 @@ def test_client_killed_after_sbatch_is_seen_by_status_and_cancel(
     fake.jobs["100_[0-1]"] = ("PENDING", "Resources")
     now = status(planned, slurm=fake.slurm)
     assert now.counts == {"queued": 2}
+    assert submitter(make("sister", grid={"seed": [0, 1]}), fake).submit().skipped == {"queued": 2}
     assert cancel(planned, now.runs, fake.slurm, everything=True).jobs == ("100_0", "100_1")
 
 
