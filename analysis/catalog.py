@@ -14,7 +14,7 @@ from scaling.analysis import exhibits, gallery
 from scaling.analysis.findings import Findings
 from scaling.analysis.gallery import Picture
 from scaling.analysis.published import TOPICS
-from scaling.analysis.tables import ablations, beside, core, costs, overhead
+from scaling.analysis.tables import ablations, beside, core, costs, inside, overhead, scores, shapes
 from scaling.analysis.tables.table import Table
 from scaling.errors import TableError, UsageError, nearest
 
@@ -53,7 +53,7 @@ def _seeds(found: Findings) -> Table | None:
 def _main(found: Findings) -> Table | None:
     if found.table["size"].isna().all():
         return None
-    return ablations.main(found.usable, baseline=found.baseline, sd=found.seed_sd, dropped=len(found.dropped))
+    return ablations.main(found.compared_usable, baseline=found.baseline, sd=found.seed_sd, dropped=len(found.dropped))
 
 
 def _heads(found: Findings) -> Table | None:
@@ -76,13 +76,50 @@ def _rates(found: Findings) -> Table | None:
 
 def _throughput(found: Findings) -> Table | None:
     try:
-        return costs.throughput(found.table, found.histories, baseline=found.baseline)
+        return costs.throughput(found.compared, found.histories, baseline=found.baseline)
     except TableError:
         return None
 
 
+def _configurations(found: Findings) -> Table | None:
+    if not found.sizes:
+        return None
+    return shapes.configurations(found.usable, sizes=found.sizes, baseline=found.baseline, dropped=len(found.dropped))
+
+
+def _added(found: Findings) -> Table | None:
+    if found.baseline is None or found.compared["method"].nunique() < 2:
+        return None
+    return shapes.added(found.compared_usable, sizes=found.places, baseline=found.baseline)
+
+
+def _variants(found: Findings) -> Table | None:
+    return ablations.variants(found.usable, sd=found.seed_sd, dropped=len(found.dropped))
+
+
+def _tasks(found: Findings) -> Table | None:
+    given = found.scores
+    return None if given is None else scores.tasks(given, sizes=found.places)
+
+
+def _items(found: Findings) -> Table | None:
+    return scores.items(found.supplements.items) if found.supplements.items else None
+
+
+def _steps(found: Findings) -> Table | None:
+    return None if found.supplements.steps is None else costs.steps(found.supplements.steps)
+
+
+def _kernels(found: Findings) -> Table | None:
+    return None if found.supplements.kernels is None else costs.kernels(found.supplements.kernels)
+
+
+def _disagreement(found: Findings) -> Table | None:
+    return inside.disagreement(found.supplements.probes) if found.supplements.probes else None
+
+
 def _published(topic: str) -> Callable[[Findings], Table]:
-    return lambda found: beside.published(topic, deltas=found.deltas, speedups=found.speedups, runs=found.table)
+    return lambda found: beside.published(topic, found)
 
 
 TABLES: Final[Mapping[str, Entry[Table]]] = {
@@ -95,14 +132,42 @@ TABLES: Final[Mapping[str, Entry[Table]]] = {
         needs="two seeds of one setting",
         build=lambda f: core.noise(f.noises) if f.noises else None,
     ),
+    "configurations": Entry(
+        shows="shape, budget and recipe of each size", needs="runs with a size", build=_configurations
+    ),
     "main": Entry(shows="methods by size, with the difference to the baseline", needs="runs with a size", build=_main),
     "heads": Entry(shows="head counts by size", needs="two or more head counts", build=_heads),
     "heads-kv": Entry(shows="H x KV grid with each row's optimum", needs="two or more H and KV", build=_heads_kv),
     "lr": Entry(shows="each method at its own learning rate", needs="two or more learning rates", build=_rates),
+    "variants": Entry(
+        shows="one method with several options: streams, blocks, without a part",
+        needs="two or more options of a method at a size",
+        build=_variants,
+    ),
+    "tasks": Entry(
+        shows="downstream scores, one column a task",
+        needs="--scores FILE, or columns score/TASK of the runs",
+        build=_tasks,
+    ),
+    "items": Entry(shows="McNemar's test of paired answers", needs="--items FILE", build=_items),
+    "disagreement": Entry(
+        shows="disagreement of routing heads", needs="--probe FILE, or run folders with probes", build=_disagreement
+    ),
     "throughput": Entry(shows="throughput and peak memory", needs="histories of perf/ and mem/", build=_throughput),
+    "steps": Entry(
+        shows="benchmarked training steps", needs="--bench FILE of `scaling bench train --json`", build=_steps
+    ),
+    "kernels": Entry(
+        shows="benchmarked kernels", needs="--bench FILE of `scaling bench kernels --json`", build=_kernels
+    ),
+    "added": Entry(
+        shows="parameters and FLOPs that methods added in these runs", needs="a baseline, FLOPs", build=_added
+    ),
     "overhead": Entry(shows="parameters and FLOPs added, counted", needs="no run", build=lambda _: overhead.overhead()),
     "traffic": Entry(
-        shows="memory traffic of the residual, counted", needs="no run", build=lambda _: overhead.traffic()
+        shows="memory accesses of the residual a token and layer, counted",
+        needs="no run",
+        build=lambda found: overhead.traffic(size=overhead.on_ladder(found.sizes)),
     ),
     "dropped": Entry(
         shows="runs left out", needs="a run left out", build=lambda f: core.dropped(f.dropped) if f.dropped else None
@@ -125,6 +190,26 @@ FIGURES: Final[Mapping[str, Entry[Picture]]] = {
     "lr": Entry(shows="loss by learning rate", needs="two or more learning rates", build=exhibits.learning_rates),
     "loss-curves": Entry(shows="loss during training", needs="histories of val/loss", build=gallery.losses),
     "throughput": Entry(shows="throughput and memory", needs="histories of perf/ and mem/", build=exhibits.throughput),
+    "steps": Entry(
+        shows="benchmarked steps against the baseline",
+        needs="--bench FILE of `scaling bench train --json`",
+        build=exhibits.steps,
+    ),
+    "kernels": Entry(
+        shows="benchmarked kernels against the copy rate",
+        needs="--bench FILE of `scaling bench kernels --json`",
+        build=exhibits.kernels,
+    ),
+    "routing-weights": Entry(
+        shows="per-head routing weights over depth",
+        needs="--probe FILE, or run folders with probes",
+        build=exhibits.routing_weights,
+    ),
+    "disagreement": Entry(
+        shows="disagreement by layer against random queries",
+        needs="--probe FILE, or run folders with probes",
+        build=exhibits.disagreement,
+    ),
     "residuals": Entry(shows="residuals and influence of the law", needs="a law", build=exhibits.residuals),
     "backtest": Entry(shows="error against extrapolation", needs="5 or more scales", build=exhibits.backtest),
     "isoflop": Entry(

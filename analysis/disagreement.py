@@ -6,20 +6,41 @@ Sequences are the unit of the intervals: sites and tokens of one sequence are no
 
 from __future__ import annotations
 
+from typing import Any, Protocol
+
 import numpy as np
+from numpy.typing import NDArray
 from scipy import stats
 
 from scaling.analysis.result import Caution, Interval, Result
-from scaling.models.probe import Disagreement
+
+Floats = NDArray[np.float64]
 
 
-def judge_disagreement(probe: Disagreement, *, level: float = 0.95) -> Result:
+class Measured(Protocol):
+    """A probe as ``scaling.models.probe`` makes it, or as its file holds it; shapes there."""
+
+    @property
+    def learned(self) -> Floats: ...
+    @property
+    def random(self) -> Floats: ...
+    @property
+    def weights(self) -> Floats: ...
+    @property
+    def excess(self) -> Floats: ...
+    @property
+    def sites(self) -> NDArray[Any]: ...
+    @property
+    def heads(self) -> int: ...
+
+
+def judge_disagreement(probe: Measured, *, level: float = 0.95) -> Result:
     """Learned and random disagreement and their difference, the mean over sites, with t intervals over sequences.
 
     Parameters
     ----------
     probe
-        From ``scaling.models.probe.disagreement``.
+        From ``scaling.models.probe.disagreement``, or read from its file.
     level
         Of the intervals.
     """

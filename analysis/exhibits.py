@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import pandas as pd
 
-from scaling.analysis.figures import costs, fits, grids, speeds
+from scaling.analysis.figures import costs, fits, grids, routing, speeds
 from scaling.analysis.findings import Findings
 from scaling.analysis.gallery import Picture
 from scaling.analysis.grids import Grid, gather, with_single_head
+from scaling.analysis.supplements import Probe
 from scaling.analysis.tables.core import dropped_text
+from scaling.analysis.tables.costs import kernels as kernel_table
 from scaling.analysis.tables.costs import measured
 from scaling.errors import TableError
 
@@ -84,7 +87,7 @@ def learning_rates(found: Findings) -> Picture | None:
 def throughput(found: Findings) -> Picture | None:
     """Throughput and memory bars."""
     try:
-        frame = measured(found.table, found.histories)
+        frame = measured(found.compared, found.histories)
     except TableError:
         return None
     return Picture(
@@ -94,9 +97,120 @@ def throughput(found: Findings) -> Picture | None:
         caption="Medians over runs, without the first fifth of each. Meaningful only where runs had a machine to "
         "themselves.",
         alt=f"Throughput and memory of {frame['method'].nunique()} methods at {frame['size'].nunique()} sizes.",
-        draw=lambda width: costs.costs(frame, baseline=found.baseline, sizes=found.sizes, width_in=width),
+        draw=lambda width: costs.costs(frame, baseline=found.baseline, sizes=found.places, width_in=width),
         data=frame,
     )
+
+
+def steps(found: Findings) -> Picture | None:
+    """Benchmarked steps as bars against the baseline's."""
+    frame = found.supplements.steps
+    if frame is None or "ratio" not in frame:
+        return None
+    shown = frame.dropna(subset=["ratio"])
+    launch = "graph" if (shown["launch"] == "graph").any() else "eager"
+    whole = "forward+backward+optimiser"
+    shown = shown[(shown["launch"] == launch) & (shown["pass"] == whole)]
+    if shown.empty:
+        return None
+    labels = shown["shape"].astype(str) + " " + shown["vocabulary"].map(lambda v: f"{float(v) / 1000:.0f}k")
+    data = shown.assign(size=labels, ratio=shown["ratio"].astype(float))
+    if "peak_bytes" in data:
+        data = data.assign(peak_gib=data["peak_bytes"].astype(float) / 2**30)
+    sizes = list(dict.fromkeys(data["size"]))
+    launched = "replayed as one CUDA graph" if launch == "graph" else "launched one kernel at a time"
+    return Picture(
+        name="steps",
+        section="costs",
+        title="Training steps against the baseline",
+        caption=f"Whole steps ({whole}), {launched}, by shape and vocabulary. Dashed: the compiled pre-norm "
+        f"baseline of the "
+        "same run.",
+        alt=f"Throughput of {data['method'].nunique()} methods at {len(sizes)} shapes, as shares of the baseline's.",
+        draw=lambda width: costs.costs(data, sizes=sizes, ceilings={"ratio": 1.0}, width_in=width),
+        data=data,
+    )
+
+
+def kernels(found: Findings) -> Picture | None:
+    """Kernels of a benchmark against the copy rate."""
+    frame = found.supplements.kernels
+    if frame is None or "ceiling_share" not in frame:
+        return None
+    data = kernel_table(frame).frame
+    return Picture(
+        name="kernels",
+        section="costs",
+        title="Routing kernels against the copy rate",
+        caption="Bytes that each kernel must move over its median time, as a share of the copy rate measured in the "
+        "same run. "
+        "Beyond 100%, part of the data came from the cache.",
+        alt="; ".join(
+            f"{o} at {s}: {v:.0f}%" for o, s, v in zip(data["operation"], data["shape"], data["share"], strict=True)
+        ),
+        draw=lambda width: costs.kernels(data, width_in=width),
+        data=data,
+    )
+
+
+def routing_weights(found: Findings) -> Picture | None:
+    """Per-head routing weights over depth of the largest probed model."""
+    probes = _probes(found)
+    if not probes:
+        return None
+    probe = probes[-1]
+    seen = ~np.isnan(probe.weights)
+    row, source, head = np.nonzero(seen)
+    data = pd.DataFrame({"site": probe.sites[row], "source": source, "head": head, "weight": probe.weights[seen]})
+    others = f" {len(probes) - 1} other probed models are not shown; name one with --probe." if len(probes) > 1 else ""
+    return Picture(
+        name="routing-weights",
+        section="routing",
+        title="What each routing head reads",
+        caption=f"{probe.name}: mean weight that each head of a site gives to each source, over {len(probe.learned)} "
+        f"held-out sequences. Source 0 is the embedding, source k the output of sublayer k (or of block k).{others}",
+        alt=f"Routing weights of {probe.heads} heads at {len(probe.sites)} sites.",
+        draw=lambda width: routing.routing_weights(
+            probe.weights, sites=list(probe.sites), title=probe.name, width_in=width
+        ),
+        data=data,
+    )
+
+
+def disagreement(found: Findings) -> Picture | None:
+    """Disagreement of the heads by layer, of every probed model."""
+    probes = _probes(found)
+    if not probes:
+        return None
+    panels = [(probe.name, probe) for probe in reversed(probes)]
+    rows = [
+        {"run": name, "site": int(site), "learned": float(a), "random": float(b)}
+        for name, probe in panels
+        for site, a, b in zip(probe.sites, probe.learned.mean(axis=0), probe.random.mean(axis=(0, 2)), strict=True)
+    ]
+    means = "; ".join(
+        f"{name}: {probe.learned.mean():.2g} against {probe.random.mean():.2g}" for name, probe in panels[:6]
+    )
+    more = " The six largest models are shown." if len(panels) > 6 else ""
+    return Picture(
+        name="disagreement",
+        section="routing",
+        title="Disagreement between routing heads by layer",
+        caption="Mean over pairs of heads of the total variation distance between their weights (0: all read alike, "
+        "1: no "
+        "source in common) at each site, for the trained queries and for random ones of the same norms; shaded: two "
+        "standard "
+        f"deviations over the random draws.{more}",
+        alt=f"Trained against random queries: {means}.",
+        draw=lambda width: routing.disagreement(panels, width_in=width),
+        data=pd.DataFrame(rows),
+    )
+
+
+def _probes(found: Findings) -> list[Probe]:
+    """Probes, the smallest model first; one of a size that the runs do not have comes last."""
+    order = {size: place for place, size in enumerate(found.sizes)}
+    return sorted(found.supplements.probes, key=lambda probe: order.get(probe.size, len(order)))
 
 
 def residuals(found: Findings) -> Picture | None:

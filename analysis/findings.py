@@ -11,8 +11,10 @@ from dataclasses import dataclass, field
 
 import pandas as pd
 
+from scaling.analysis.arms import by_condition, by_option
 from scaling.analysis.readings import Curve, Delta, Noise, Speedup
 from scaling.analysis.result import Caution, Result
+from scaling.analysis.supplements import Supplements, wide_scores
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,6 +41,8 @@ class Findings:
         Sentences on what it would take to decide what is open, from the power calculation.
     results
         Name -> result object behind everything above, for the JSON file and the conventions.
+    supplements
+        Probes, timings, answers and scores given beside the runs.
     """
 
     table: pd.DataFrame
@@ -55,6 +59,7 @@ class Findings:
     unusable: frozenset[int] = frozenset()
     needs: tuple[str, ...] = ()
     results: Mapping[str, Result] = field(default_factory=dict)
+    supplements: Supplements = field(default_factory=Supplements)
 
     @property
     def usable(self) -> pd.DataFrame:
@@ -62,18 +67,35 @@ class Findings:
         return self.table.drop(index=sorted(self.unusable))
 
     @property
+    def compared(self) -> pd.DataFrame:
+        """The runs with methods and sizes named as comparisons see them (``scaling.analysis.arms``)."""
+        return by_condition(by_option(self.table))
+
+    @property
+    def compared_usable(self) -> pd.DataFrame:
+        """The same without runs that analyses leave out."""
+        return self.compared.drop(index=sorted(self.unusable))
+
+    @property
     def methods(self) -> list[str]:
-        """Methods, the baseline first."""
-        return sorted(self.table["method"].dropna().unique(), key=lambda name: (name != self.baseline, name))
+        """Methods as compared, the baseline first."""
+        return sorted(self.compared["method"].dropna().unique(), key=lambda name: (name != self.baseline, name))
 
     @property
     def sizes(self) -> list[str]:
         """Sizes, smallest first."""
-        known = self.table.dropna(subset=["size"])
-        parameters = known.groupby("size")["n_params"].median()
-        return sorted(
-            parameters.index, key=lambda name: (float(parameters[name]) if pd.notna(parameters[name]) else 0.0, name)
-        )
+        return by_parameters(self.table)
+
+    @property
+    def places(self) -> list[str]:
+        """Sizes as compared, smallest first."""
+        return by_parameters(self.compared)
+
+    @property
+    def scores(self) -> pd.DataFrame | None:
+        """Downstream scores: those given in a file of their own and those in columns of the run table."""
+        parts = [part for part in (self.supplements.scores, wide_scores(self.compared_usable)) if part is not None]
+        return pd.concat(parts, ignore_index=True) if parts else None
 
     @property
     def num_seeds(self) -> int:
@@ -101,3 +123,15 @@ class Findings:
             if name.startswith(kind):
                 found.update(result.conventions)
         return found
+
+
+def by_parameters(runs: pd.DataFrame) -> list[str]:
+    """The sizes of a table by their median number of parameters, smallest first; by name where it is not known."""
+    known = runs.dropna(subset=["size"])
+    parameters = known.groupby("size")["n_params"].median()
+    if parameters.isna().all():
+        parameters = known.groupby("size")["n_params_non_embedding"].median()
+    return sorted(
+        map(str, parameters.index),
+        key=lambda name: (float(parameters[name]) if pd.notna(parameters[name]) else 0.0, name),
+    )

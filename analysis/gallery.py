@@ -36,7 +36,7 @@ class Picture:
 def curves(found: Findings) -> Picture | None:
     """Loss against compute, with laws and arrows."""
     columns = ["run_key", "method", "size", "seed", found.x, "val_loss"]
-    data = found.table[columns].dropna(subset=[found.x, "val_loss"])
+    data = found.compared[columns].dropna(subset=[found.x, "val_loss"])
     if data.empty:
         return None
     baseline = found.baseline
@@ -57,7 +57,7 @@ def curves(found: Findings) -> Picture | None:
         f"{dropped_text(len(found.dropped))}",
         alt=f"Held-out loss against {AXES.get(found.x, found.x)} for {', '.join(found.methods[:12])}. {_told(found)}",
         draw=lambda width: scaling_curves(
-            found.table, found.curves, found.speedups, x=found.x, baseline=baseline, width_in=width
+            found.compared, found.curves, found.speedups, x=found.x, baseline=baseline, width_in=width
         ),
         data=data,
     )
@@ -91,7 +91,7 @@ def deltas(found: Findings) -> Picture | None:
         f"edge where they are far wider than the dots. Left of zero: lower loss than {baseline}.{shade}",
         alt=f"Loss minus {baseline}'s: {alt}.",
         draw=lambda width: seed_deltas(
-            found.deltas, baseline=baseline, noise_sd=sd, sizes=found.sizes or None, width_in=width
+            found.deltas, baseline=baseline, noise_sd=sd, sizes=found.places or None, width_in=width
         ),
         data=pd.DataFrame(rows),
     )
@@ -138,6 +138,6 @@ def losses(found: Findings) -> Picture | None:
         f"evaluations, which "
         "the tail mean averages. The steep fall of the first steps is cut off.",
         alt=f"Loss curves of {data['run_key'].nunique()} runs.",
-        draw=lambda width: loss_curves(found.table, histories, baseline=found.baseline, width_in=width),
+        draw=lambda width: loss_curves(found.compared, histories, baseline=found.baseline, width_in=width),
         data=data[["run_key", "step", "value"]],
     )

@@ -120,7 +120,7 @@ class Cache:
         table = _read(path)
         if _metadata(table).get("options") != self._options:
             return None
-        return _typed(table.to_pandas().set_index("source_id"))
+        return _typed(_completed(table.to_pandas().set_index("source_id")))
 
 
 def write_table(table: pd.DataFrame, dropped: Sequence[Dropped], path: Path) -> None:
@@ -161,6 +161,7 @@ def read_table(path: Path) -> tuple[pd.DataFrame, tuple[Dropped, ...]]:
         table = arrow.to_pandas()
     else:
         table = pd.read_csv(path, dtype={name: "string" for name, kind in schema.COLUMNS.items() if kind == "string"})
+    table = _completed(table)
     missing = [name for name in schema.COLUMNS if name not in table.columns]
     if missing:
         raise TableError(f"{path}: column {missing[0]!r} is missing; make it with `scaling runs ingest`")
@@ -182,6 +183,14 @@ def read_cached_points(path: Path) -> tuple[Points, pd.DataFrame] | None:
 def fingerprint(*parts: object) -> str:
     """A short text that differs where any part does."""
     return hashlib.sha256(json.dumps(parts, default=str).encode()).hexdigest()[:16]
+
+
+def _completed(table: pd.DataFrame) -> pd.DataFrame:
+    """The table with empty columns where it was written before they were added."""
+    import pandas as pd
+
+    new = [name for name in schema.COLUMNS if name in schema.ADDED and name not in table.columns]
+    return table.assign(**{name: pd.Series(pd.NA, index=table.index, dtype=schema.COLUMNS[name]) for name in new})
 
 
 def _typed(table: pd.DataFrame) -> pd.DataFrame:

@@ -14,10 +14,13 @@ from typing import TYPE_CHECKING, TypeVar
 import pandas as pd
 
 from scaling.analysis import digits
+from scaling.analysis.arms import at_best_rate, by_condition, by_option
 from scaling.analysis.findings import Failure, Findings
 from scaling.analysis.readings import OVER_SIZES, Curve, Delta, Noise, Speedup, read_deltas, read_noise, read_speedup
 from scaling.analysis.result import Caution, Result
 from scaling.analysis.schema import COLUMNS
+from scaling.analysis.supplements import Supplements
+from scaling.analysis.tails import tail_noises
 from scaling.errors import ScalingError, TableError, nearest
 
 if TYPE_CHECKING:
@@ -26,6 +29,12 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 _Speedups = tuple[tuple[Speedup, ...], Mapping[str, Curve]]
 DEFAULT_BASELINE = "baseline"
+BEST_RATE = Caution(
+    code="best-learning-rate",
+    message="laws and speedups see each method at the learning rate with its least mean loss at each size; the "
+    "least of "
+    "several noisy means is a little too low, and for more rates lower",
+)
 _MOST_NEEDS = 3
 _FEWEST_FOR_LAW = 4  # scales: three parameters and a degree of freedom
 _FEWEST_FOR_BACKTEST = 5
@@ -61,6 +70,7 @@ def inquire(
     *,
     baseline: str | None = None,
     dropped: Sequence[tuple[str, str]] = (),
+    supplements: Supplements | None = None,
     rng: int = 0,
 ) -> Findings:
     """Laws, speedups, paired deltas and noise of a tidy table.
@@ -73,6 +83,8 @@ def inquire(
         Method that the others are compared with; default ``"baseline"`` where there is one, else no comparison.
     dropped
         Runs left out before, as (run, reason).
+    supplements
+        Probes, timings, answers and scores to show beside the runs.
     rng
         Seed of every bootstrap.
 
@@ -82,21 +94,26 @@ def inquire(
         If the table has no run, no ``method`` or ``val_loss``, or not the baseline named.
     """
     runs = complete(table)
-    base = pick_baseline(runs, baseline)
+    named = by_option(runs)
+    best, compared = by_condition(at_best_rate(named)), by_condition(named)
+    base = pick_baseline(named, baseline)
     log = _Log()
     found: _Speedups = ((), {})
-    others = runs["method"].dropna().nunique() > 1
+    others = named["method"].dropna().nunique() > 1
     if base is not None and others and runs["flops"].notna().any():
-        found = log.ask("The compute saved at equal loss", lambda: _speedups(runs, base, rng, log), found)
+        found = log.ask("The compute saved at equal loss", lambda: _speedups(best, base, rng, log), found)
     deltas: tuple[Delta, ...] = ()
     if base is not None and others:
-        deltas = log.ask("The differences of loss", lambda: _deltas(runs, base, log), deltas)
+        deltas = log.ask("The differences of loss", lambda: _deltas(compared, base, log), deltas)
     noises: tuple[Noise, ...] = ()
     noises = log.ask("The noise between seeds", lambda: _noises(runs, log), noises)
     if runs["flops"].notna().any():
-        _fits(runs, base, rng, log)
+        _fits(best, base, rng, log)
+    given = supplements or Supplements()
     lost, unusable = {*dropped}, _screened(runs, log)
     cautions: dict[str, Caution] = {}
+    if len(best) < len(runs):
+        cautions[BEST_RATE.message] = BEST_RATE
     for result in log.results.values():
         lost |= {_lost(runs, item.row, item.run, item.reason) for item in result.dropped}
         cautions |= {caution.message: caution for caution in result.warnings}
@@ -108,13 +125,14 @@ def inquire(
         curves=found[1],
         speedups=found[0],
         deltas=deltas,
-        noises=(*noises, *_evaluation_noise(runs)),
+        noises=(*noises, *tail_noises(runs, histories), *_evaluation_noise(runs)),
         failures=tuple(log.failures),
         cautions=tuple(cautions.values()),
         dropped=tuple(sorted(lost)),
         unusable=frozenset(unusable),
         needs=tuple(_needs(deltas, log)),
-        results=log.results,
+        results={**log.results, **{f"items {name}": result for name, result in given.items.items()}},
+        supplements=given,
     )
 
 

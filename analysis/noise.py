@@ -27,7 +27,20 @@ if TYPE_CHECKING:
 Floats = NDArray[np.float64]
 
 # Columns that tell configurations apart where the user does not say; runs equal in all of them differ by seed only.
-CONFIGURATION = ("group", "method", "size", "heads", "kv", "lr", "batch_tokens", "N", "D", "precision", "sweep")
+CONFIGURATION = (
+    "group",
+    "method",
+    "size",
+    "heads",
+    "kv",
+    "variant",
+    "lr",
+    "batch_tokens",
+    "N",
+    "D",
+    "precision",
+    "sweep",
+)
 HOMOGENEOUS = 0.05
 SURELY_UNEQUAL = 1e-3
 

@@ -43,6 +43,9 @@ class Fact:
         Part of the paper.
     note
         What a reader must know before comparing.
+    run_method, variant, heads
+        What a run must be to stand beside it: its method here where that is not ``method``, its options off the
+        defaults (``scaling.identity.variant``; ``None``: any) and its routing heads (``None``: any).
     """
 
     paper: Paper
@@ -55,6 +58,9 @@ class Fact:
     unit: str
     where: str
     note: str = ""
+    run_method: str = ""
+    variant: str | None = None
+    heads: int | None = None
 
 
 _ONE_SEED: Final = "one seed; validation not held out from the training corpus"
@@ -73,6 +79,9 @@ def _row(
     note: str = "",
     sizes: tuple[str, ...] = _MHAR_SIZES,
     paper: Paper = "MHAR",
+    run_method: str = "",
+    variant: str | None = None,
+    heads: int | None = None,
 ) -> list[Fact]:
     return [
         Fact(
@@ -86,6 +95,9 @@ def _row(
             unit=unit,
             where=where,
             note=note,
+            run_method=run_method,
+            variant=variant,
+            heads=heads,
         )
         for size, value in zip(sizes, values, strict=True)
     ]
@@ -103,6 +115,8 @@ def _one(
     setting: str = "",
     note: str = "",
     paper: Paper = "MSAR",
+    variant: str | None = None,
+    heads: int | None = None,
 ) -> Fact:
     return Fact(
         paper=paper,
@@ -115,13 +129,24 @@ def _one(
         unit=unit,
         where=where,
         note=note,
+        variant=variant,
+        heads=heads,
     )
 
 
 FACTS: Final[tuple[Fact, ...]] = (
     # MHAR, from-scratch comparison on the anneal corpus, lr 5e-4, 20,000 steps.
     *_row("main", "baseline", "loss", (3.031, 2.997, 2.894), "main comparison", note=_ONE_SEED),
-    *_row("main", "hc-mhar", "delta", (-0.032, -0.066, -0.086), "section 3, n=4", note=_ONE_SEED),
+    *_row(
+        "main",
+        "hc-mhar",
+        "delta",
+        (-0.032, -0.066, -0.086),
+        "section 3, n=4",
+        note=_ONE_SEED,
+        run_method="hc",
+        variant="variant=mhar_comparison",
+    ),
     *_row("main", "attnres", "delta", (-0.060, -0.121, -0.134), "main comparison, H=1", setting="H=1", note=_ONE_SEED),
     *_row(
         "main",
@@ -131,11 +156,39 @@ FACTS: Final[tuple[Fact, ...]] = (
         "abstract; main comparison, H=8",
         setting="H=8",
         note=_ONE_SEED,
+        heads=8,
     ),
     # Head count.
-    *_row("heads", "mhar", "delta", (-0.060, -0.121, -0.134), "head-count ablation", setting="H=1", note=_ONE_SEED),
-    *_row("heads", "mhar", "delta", (-0.061, -0.149, -0.140), "head-count ablation", setting="H=8", note=_ONE_SEED),
-    *_row("heads", "mhar", "delta", (-0.035, -0.102, -0.069), "head-count ablation", setting="H=16", note=_ONE_SEED),
+    *_row(
+        "heads",
+        "mhar",
+        "delta",
+        (-0.060, -0.121, -0.134),
+        "head-count ablation",
+        setting="H=1",
+        note=_ONE_SEED,
+        heads=1,
+    ),
+    *_row(
+        "heads",
+        "mhar",
+        "delta",
+        (-0.061, -0.149, -0.140),
+        "head-count ablation",
+        setting="H=8",
+        note=_ONE_SEED,
+        heads=8,
+    ),
+    *_row(
+        "heads",
+        "mhar",
+        "delta",
+        (-0.035, -0.102, -0.069),
+        "head-count ablation",
+        setting="H=16",
+        note=_ONE_SEED,
+        heads=16,
+    ),
     *(
         _one(
             "heads",
@@ -146,6 +199,7 @@ FACTS: Final[tuple[Fact, ...]] = (
             "section 4, KV=8",
             setting=f"H={heads}, KV=8",
             paper="MHAR",
+            heads=heads,
             note="tail mean, about ±0.02; single pass about ±0.07",
         )
         for heads, value in ((4, 3.132), (8, 3.129), (16, 3.173))
@@ -184,6 +238,7 @@ FACTS: Final[tuple[Fact, ...]] = (
         (-0.045, -0.090, -0.071),
         "appendix H, three seeds",
         setting="H=8",
+        heads=8,
         note="paired data order; each beyond ten standard errors",
     ),
     # Width control, L=12, KV=4.
@@ -293,21 +348,35 @@ FACTS: Final[tuple[Fact, ...]] = (
         for method, value in (("attnres", old), ("msar", new))
     ),
     *(
-        _one("streams", "msar", "10b", "Pile loss", value, "ablation on streams", setting=f"m={m}")
-        for m, value in ((2, 1.850), (4, 1.847), (8, 1.846))
+        _one("streams", "msar", "10b", "Pile loss", value, "ablation on streams", setting=f"m={m}", variant=variant)
+        for m, value, variant in ((2, 1.850, "streams=2"), (4, 1.847, ""), (8, 1.846, "streams=8"))
     ),
     *(
-        _one("blocks", "msar", "10b", "Pile loss", value, "ablation on blocks", setting=setting)
-        for setting, value in (("S=2, N=15", 1.845), ("S=4, N=8", 1.847), ("S=8, N=4", 1.852), ("full", 1.843))
+        _one(
+            "blocks",
+            "msar",
+            "10b",
+            "Pile loss",
+            value,
+            "ablation on blocks",
+            setting=setting,
+            variant=f"block_sublayers={size}",
+        )
+        for setting, size, value in (
+            ("S=2, N=15", 2, 1.845),
+            ("S=4, N=8", 4, 1.847),
+            ("S=8, N=4", 8, 1.852),
+            ("full", 1, 1.843),
+        )
     ),
     *(
-        _one("ablation", method, "10b", "Pile loss", value, "ablations", setting=setting, note=note)
-        for method, setting, value, note in (
-            ("msar", "default", 1.847, ""),
-            ("msar", "no convolution, four equal streams", 1.862, ""),
-            ("msar", "mean instead of mixer", 1.851, ""),
-            ("attnres_mhc", "hybrid", 1.861, ""),
-            ("attnres", "", 1.867, "from the hybrid's loss and its stated gain of 0.006"),
+        _one("ablation", method, "10b", "Pile loss", value, "ablations", setting=setting, note=note, variant=variant)
+        for method, setting, value, note, variant in (
+            ("msar", "default", 1.847, "", ""),
+            ("msar", "no convolution, four equal streams", 1.862, "", "convolution=false"),
+            ("msar", "mean instead of mixer", 1.851, "", "mixer=mean"),
+            ("attnres_mhc", "hybrid", 1.861, "", None),
+            ("attnres", "", 1.867, "from the hybrid's loss and its stated gain of 0.006", None),
         )
     ),
     _one("overhead", "msar", "28b", "FLOPs added", 0.005, "contributions", unit="of training"),

@@ -23,6 +23,7 @@ from scaling.analysis.gallery import Picture
 from scaling.analysis.inquiry import inquire
 from scaling.analysis.sections import sections
 from scaling.analysis.summary import summarize
+from scaling.analysis.supplements import Supplements
 from scaling.analysis.tables import render
 from scaling.analysis.tables.table import Table
 from scaling.errors import ScalingError, UsageError
@@ -42,6 +43,7 @@ def build_report(
     dropped: Sequence[tuple[str, str]] = (),
     command: str | None = None,
     extra_provenance: Mapping[str, str] | None = None,
+    supplements: Supplements | None = None,
     findings: Findings | None = None,
     formats: Sequence[str] = FIGURE_FORMATS,
 ) -> Path:
@@ -61,6 +63,8 @@ def build_report(
         Runs left out before, as (run, reason).
     command, extra_provenance
         What to type to make this again; further terms for the provenance section.
+    supplements
+        Probes, timings, answers and scores to show beside the runs.
     findings
         Already computed findings; default: computed here.
     formats
@@ -78,7 +82,7 @@ def build_report(
     ScalingError
         If ``out`` cannot be written to.
     """
-    found = findings or inquire(table, histories, baseline=baseline, dropped=dropped)
+    found = findings or inquire(table, histories, baseline=baseline, dropped=dropped, supplements=supplements)
     csv_text = str(found.table.to_csv(index=False, lineterminator="\n"))
     origin = provenance.gather(found.table, csv_text=csv_text, command=command, extra=extra_provenance)
     summary = summarize(found)

@@ -20,6 +20,7 @@ COLUMNS: Final[dict[str, str]] = {
     "n_params_non_embedding": "Int64",
     "heads": "Int64",  # routing heads H, missing where the method has none
     "kv": "Int64",  # key-value heads
+    "variant": "string",  # scaling.identity.variant: options of the method off their defaults, missing where none is
     "lr": "float64",  # peak learning rate
     "seed": "Int64",
     "batch_tokens": "Int64",  # tokens in one optimiser step
@@ -44,7 +45,15 @@ COLUMNS: Final[dict[str, str]] = {
     "started_ms": "Int64",
     "ended_ms": "Int64",
     "attempts": "Int64",
+    "layers": "Int64",
+    "width": "Int64",  # of the residual stream
+    "ffn_width": "Int64",
+    "vocab_size": "Int64",
+    "experts": "Int64",  # routed experts of a mixture, missing in a dense model
 }
+
+ADDED: Final = frozenset({"variant", "layers", "width", "ffn_width", "vocab_size", "experts"})
+"""Columns that tables written by earlier versions lack; they are read as empty."""
 
 CANONICAL: Final[dict[str, str]] = {
     "N": "n_params_non_embedding",

@@ -11,6 +11,7 @@ from scaling.analysis.gallery import Picture
 from scaling.analysis.page import Section
 from scaling.analysis.tables import beside, core
 from scaling.analysis.tables.table import Table
+from scaling.config.residual import METHODS
 
 GLOSSARY: Final = (
     (
@@ -62,7 +63,7 @@ def sections(found: Findings, pictures: Sequence[Picture], origin: Mapping[str, 
     def tables(*names: str) -> tuple[Table, ...]:
         return tuple(built for name in names if (built := catalog.TABLES[name].build(found)) is not None)
 
-    topics = [f"published-{topic}" for topic in beside.relevant(found.methods)]
+    topics = [f"published-{topic}" for topic in beside.relevant(found)]
     parts = [
         Section(
             anchor="speedups",
@@ -82,10 +83,22 @@ def sections(found: Findings, pictures: Sequence[Picture], origin: Mapping[str, 
             anchor="grids",
             title="Methods by size",
             pictures=shown("grids"),
-            tables=tables("main", "heads", "heads-kv", "lr"),
+            tables=tables("configurations", "main", "heads", "heads-kv", "variants", "lr"),
         ),
         Section(anchor="losses", title="Loss curves", pictures=shown("losses")),
-        Section(anchor="costs", title="Throughput and memory", pictures=shown("costs"), tables=tables("throughput")),
+        Section(anchor="downstream", title="Downstream", tables=tables("tasks", "items")),
+        Section(
+            anchor="routing",
+            title="Inside the routing",
+            pictures=shown("routing"),
+            tables=tables("disagreement"),
+        ),
+        Section(
+            anchor="costs",
+            title="What methods cost",
+            pictures=shown("costs"),
+            tables=tables("throughput", "steps", "kernels", "added", *(("traffic",) if _routes(found) else ())),
+        ),
         Section(anchor="fits", title="How good the laws are", pictures=shown("fits")),
         Section(anchor="runs", title="All runs", tables=tables("runs")),
         Section(
@@ -104,6 +117,11 @@ def sections(found: Findings, pictures: Sequence[Picture], origin: Mapping[str, 
         Section(anchor="provenance", title="Provenance", entries=tuple(origin.items()), is_code=True),
     ]
     return [part for part in parts if not part.is_empty]
+
+
+def _routes(found: Findings) -> bool:
+    """Whether a method of these runs is one whose memory accesses the accounting knows."""
+    return bool(set(found.table["method"].dropna()) & (set(METHODS) - {"baseline"}))
 
 
 def _failed(found: Findings, word: str) -> list[str]:

@@ -30,6 +30,7 @@ SOURCES: Final[dict[str, tuple[str, ...]]] = {
     "n_params_non_embedding": ("tag:n_params_non_embedding", "param:n_params_non_embedding"),
     "heads": ("tag:heads",),
     "kv": ("tag:kv", "param:num_key_value_heads"),
+    "variant": ("tag:variant",),
     "lr": ("tag:lr", "param:lr", "param:learning_rate", "param:optimizer.lr"),
     "seed": ("tag:seed", "param:seed", "param:data_seed"),
     "steps": ("tag:final_step", "step:"),
@@ -52,6 +53,11 @@ SOURCES: Final[dict[str, tuple[str, ...]]] = {
     "started_ms": ("run:started_ms",),
     "ended_ms": ("run:ended_ms",),
     "attempts": ("tag:attempts",),
+    "layers": ("param:model.num_layers", "param:num_hidden_layers"),
+    "width": ("param:model.d_model", "param:hidden_size"),
+    "ffn_width": ("param:model.d_ffn", "param:intermediate_size"),
+    "vocab_size": ("param:model.vocab_size", "param:vocab_size"),
+    "experts": ("param:model.moe.num_experts",),
 }
 EXTRA: Final = frozenset(
     {"tag:kind", "tag:reason", "param:data.seq_len", "param:data.batch_size"}

@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+from dataclasses import fields
 from typing import Any, Final
 
+from scaling.config.model import ModelConfig
+from scaling.config.residual import Blocked, ResidualConfig
 from scaling.config.tree import RunConfig, flatten, to_dict
 
 VERSION: Final = 1  # raise it whenever the meaning of a key or of a default changes
@@ -67,6 +70,29 @@ def label(config: RunConfig) -> str:
     """A name that a person can read: size, method (with heads), learning rate, seed."""
     residual = config.model.residual
     heads = getattr(residual, "heads", None)
-    size = config.model.size or f"d{config.model.d_model}-L{config.model.num_layers}"
     method = residual.method + (f"-h{heads}" if heads is not None else "")
+    size = size_label(config.model)
     return f"{size}-{method}-kv{config.model.num_kv_heads}-lr{config.optimizer.lr:g}-s{config.run.seed}"
+
+
+def size_label(model: ModelConfig) -> str:
+    """The size's name, or width and depth where a configuration gives the shape without a name."""
+    return model.size or f"d{model.d_model}-L{model.num_layers}"
+
+
+def variant(options: ResidualConfig) -> str:
+    """Options of a residual method that differ from its defaults, the number of heads apart; empty where none does.
+
+    >>> from scaling.config.residual import Msar
+    >>> variant(Msar(streams=2, mixer="mean")), variant(Msar(num_blocks=8))
+    ('streams=2, mixer=mean', '')
+    """
+    told = []
+    for item in fields(options):
+        value = getattr(options, item.name)
+        same = value == item.default or (
+            item.name == "num_blocks" and isinstance(options, Blocked) and value == options.default_blocks
+        )
+        if item.name != "heads" and not same:
+            told.append(f"{item.name}={value if isinstance(value, str) else json.dumps(value)}")
+    return ", ".join(told)

@@ -5,14 +5,20 @@ After ``trained`` and ``loader`` in the flow.
 
 from __future__ import annotations
 
+import io
+import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from scaling.errors import UsageError
+from scaling.errors import RecordError, UsageError
+from scaling.identity import label, size_label
 from scaling.loader import held_out_batches
 from scaling.models.probe import Disagreement, disagreement
 from scaling.record import CONFIG, RunFolder
@@ -41,8 +47,8 @@ def probe_disagreement(
         If ``data`` is not given and the checkpoint does not know its token store, or the vocabularies differ.
     """
     model = load_model(checkpoint)
-    run = next((f for f in (checkpoint, *checkpoint.resolve().parents[:3]) if (f / CONFIG).is_file()), None)
-    config = RunFolder(run).config() if run is not None else None
+    run = run_of(checkpoint)
+    config = run.config() if run is not None else None
     path = data if data is not None else (Path(config.data.path) if config and config.data.path else None)
     if path is None:
         raise UsageError(f"{checkpoint}: does not say which token store it was trained on; give --data STORE")
@@ -63,6 +69,42 @@ def probe_disagreement(
     return disagreement(model, batches(), heads=heads, draws=draws, seed=seed)
 
 
-def save_arrays(probe: Disagreement, path: Path) -> None:
-    """Write the probe's arrays as ``.npz``: learned, random, weights, sites."""
-    np.savez_compressed(path, learned=probe.learned, random=probe.random, weights=probe.weights, sites=probe.sites)
+def run_of(checkpoint: Path) -> RunFolder | None:
+    """The run folder that a checkpoint lies in (or is); ``None`` for a model from elsewhere."""
+    found = next((f for f in (checkpoint, *checkpoint.resolve().parents[:3]) if (f / CONFIG).is_file()), None)
+    return None if found is None else RunFolder(found)
+
+
+def save_arrays(probe: Disagreement, path: Path, run: RunFolder | None = None) -> None:
+    """Write the probe's arrays as ``.npz``: learned, random, weights, sites; and which run they are of, as JSON.
+
+    Raises
+    ------
+    RecordError
+        If the file cannot be written.
+    """
+    arrays: dict[str, NDArray[Any]] = {
+        "learned": probe.learned,
+        "random": probe.random,
+        "weights": probe.weights,
+        "sites": probe.sites,
+    }
+    if run is not None:
+        config = run.config()
+        told = {
+            "run_key": run.key,
+            "name": config.run.name or label(config),
+            "method": config.model.residual.method,
+            "size": size_label(config.model),
+            "seed": config.run.seed,
+        }
+        arrays["run"] = np.array(json.dumps(told))
+    buffer = io.BytesIO()
+    np.savez_compressed(buffer, **arrays)  # type: ignore[arg-type]  # numpy types the keywords as its own option
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        beside.write_bytes(buffer.getvalue())
+        os.replace(beside, path)
+    except OSError as error:
+        beside.unlink(missing_ok=True)
+        raise RecordError(f"{path}: cannot be written ({error.strerror}); choose another --out") from None

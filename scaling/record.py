@@ -39,6 +39,7 @@ ATTEMPTS: Final = "attempts.jsonl"
 END: Final = "end.json"
 CHECKPOINTS: Final = "checkpoints"
 EVALUATIONS: Final = "evaluations"
+PROBE: Final = "routing.npz"  # by `scaling probe disagreement --save`; reports find it here
 
 EndStatus = Literal["done", "diverged", "failed", "cancelled"]
 

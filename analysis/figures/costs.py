@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
+from matplotlib.patheffects import withStroke
 
 from scaling.analysis.figures import style
+
+_MOST_PANELS: Final = 4
 
 
 def costs(
@@ -24,11 +28,16 @@ def costs(
     Parameters
     ----------
     frame
-        One row a size and method: ``tokens_per_s`` and ``peak_gib`` (either may be missing).
+        One row a size and method: ``tokens_per_s`` (or ``ratio``, the throughput over the baseline's) and
+        ``peak_gib``; any may be missing.
     ceilings
         Quantity -> limit, drawn dashed, e.g. ``{"peak_gib": 139.0}``.
     """
-    known = {"tokens_per_s": "tokens per second", "peak_gib": "peak memory (GiB)"}
+    known = {
+        "tokens_per_s": "tokens per second",
+        "ratio": "throughput over the baseline's",
+        "peak_gib": "peak memory (GiB)",
+    }
     measured = [(key, label) for key, label in known.items() if key in frame and frame[key].notna().any()]
     if not measured:
         return style.empty("No run recorded its throughput or memory.", width_in=width_in)
@@ -45,7 +54,7 @@ def costs(
             at = np.arange(len(order)) + (place - (len(methods) - 1) / 2) * width
             axis.bar(at, values[method].astype(float), width * 0.92, color=look[method].color, linewidth=0)
         if ceilings and key in ceilings:
-            axis.axhline(ceilings[key], color=style.SOFT, linestyle="--", linewidth=1.0)
+            axis.axhline(ceilings[key], color=style.INK, linestyle="--", linewidth=1.0)
         axis.set_xticks(
             range(len(order)), [style.shorten(size, 12) for size in order], rotation=35 if len(order) > 5 else 0
         )
@@ -56,4 +65,40 @@ def costs(
         axis.yaxis.set_major_formatter(style.plain_ticks())
         axis.set_ylabel(label)
     style.legend(figure, methods, look, width_in=width_in)
+    return figure
+
+
+def kernels(frame: pd.DataFrame, *, width_in: float = style.WIDE_IN) -> Figure:
+    """Share of the copy rate that each kernel reaches, one panel a shape; the dashed line is the ceiling.
+
+    Parameters
+    ----------
+    frame
+        ``operation``, ``shape``, ``ms`` and ``share`` (percent of the copy rate).
+    """
+    shapes = list(dict.fromkeys(frame["shape"]))[:_MOST_PANELS]
+    most = max(int((frame["shape"] == shape).sum()) for shape in shapes)
+    columns = 1 if width_in <= style.NARROW_IN else min(2, len(shapes))
+    figure, axes = style.canvas(
+        len(shapes), width_in=width_in, panel_height_in=0.7 + 0.22 * most, columns=columns, share_x=True
+    )
+    narrow = columns > 1 or width_in <= style.NARROW_IN
+    for axis, shape in zip(axes, shapes, strict=True):
+        part = frame[frame["shape"] == shape]
+        places = np.arange(len(part))
+        axis.barh(places, part["share"].astype(float), 0.72, color=style.PALETTE[0], linewidth=0)
+        axis.axvline(100, color=style.INK, linestyle="--", linewidth=1.0)
+        for place, (share, ms) in enumerate(zip(part["share"].astype(float), part["ms"].astype(float), strict=True)):
+            axis.annotate(
+                f"{ms:.3g} ms", (share, place), xytext=(3, 0), textcoords="offset points", fontsize=6.5, va="center",
+                path_effects=[withStroke(linewidth=2.0, foreground=style.PAPER)],
+            )  # fmt: skip
+        axis.set_yticks(places, [style.shorten(name, 22 if narrow else 40) for name in part["operation"]])
+        axis.tick_params(axis="y", labelsize=7)
+        axis.set_ylim(len(part) - 0.4, -0.6)
+        axis.grid(visible=False, axis="y")
+        axis.set_title(style.shorten(str(shape)))
+        axis.set_xlim(0, max(125.0, 1.2 * float(part["share"].max())))
+        axis.xaxis.set_major_locator(style.few_ticks(5))
+    figure.supxlabel("bytes moved a second, % of the copy rate (dashed: the ceiling)", fontsize=8 if narrow else 9)
     return figure

@@ -8,42 +8,51 @@ from typing import Final
 import numpy as np
 import seaborn as sns
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import FixedLocator, MaxNLocator
 from numpy.typing import NDArray
 
 from scaling.analysis.figures import style
+from scaling.analysis.supplements import Probe
 
 Floats = NDArray[np.float64]
 _MOST_HEADS: Final = 16
+_MOST_PANELS: Final = 6
+_MOST_SITE_TICKS: Final = 5
 
 
-def routing_weights(weights_SNH: Floats, *, title: str = "", width_in: float = style.WIDE_IN) -> Figure:
+def routing_weights(
+    weights_SNH: Floats, *, sites: Sequence[int] | None = None, title: str = "", width_in: float = style.WIDE_IN
+) -> Figure:
     """Mean routing weight of each site (down) on each source (across), one panel a head.
 
     Parameters
     ----------
     weights_SNH
-        Shape (sites, sources, heads); entries of sources a site cannot see are NaN or 0. Legend: S sites, N sources, H
-        heads.
+        Shape (sites, sources, heads); NaN where a site cannot see a source. Legend: S sites, N sources, H heads.
+    sites
+        Numbers of the sites; default from 0.
     """
     assert weights_SNH.ndim == 3, f"weights have shape {weights_SNH.shape}, expected (sites, sources, heads)"
-    sites, sources, heads = weights_SNH.shape
+    rows, _, heads = weights_SNH.shape
+    numbers = list(range(rows)) if sites is None else [int(site) for site in sites]
+    ticks = list(range(0, rows, -(-rows // _MOST_SITE_TICKS)))
     shown = min(heads, _MOST_HEADS)
     columns = min(shown, 2 if width_in <= style.NARROW_IN else 4)
     figure, axes = style.canvas(shown, width_in=width_in, panel_height_in=1.5, columns=columns)
-    site, source = np.indices((sites, sources))
-    hidden = source > site
-    top = float(np.nanmax(np.where(hidden[..., None], np.nan, weights_SNH)))
+    top = float(np.nanmax(weights_SNH))
     shades = sns.light_palette(style.PALETTE[0], as_cmap=True)
     image = None
     for head, axis in enumerate(axes):
-        values = np.ma.masked_where(hidden | np.isnan(weights_SNH[..., head]), weights_SNH[..., head])
+        values = np.ma.masked_invalid(weights_SNH[..., head])
         image = axis.imshow(
             values, cmap=shades, vmin=0, vmax=top, aspect="auto", interpolation="nearest", origin="upper"
         )
         axis.set_title(f"head {head}", fontsize=8)
         axis.grid(visible=False)
-        axis.xaxis.set_major_locator(style.few_ticks(4))
-        axis.yaxis.set_major_locator(style.few_ticks(4))
+        axis.xaxis.set_major_locator(MaxNLocator(nbins=4, integer=True))
+        axis.yaxis.set_major_locator(FixedLocator(ticks))
+        axis.set_yticklabels([str(numbers[tick]) for tick in ticks])
     assert image is not None
     figure.colorbar(image, ax=axes, shrink=0.6, label="mean weight")
     figure.supxlabel("source (0: embedding)", fontsize=9)
@@ -54,34 +63,34 @@ def routing_weights(weights_SNH: Floats, *, title: str = "", width_in: float = s
     return figure
 
 
-def disagreement(
-    learned: Sequence[float], random: Sequence[float], *, random_sd: Sequence[float] | None = None,
-    width_in: float = style.WIDE_IN,
-) -> Figure:  # fmt: skip
-    """Disagreement of the heads' routing at each site, against random queries of the same norm.
+def disagreement(panels: Sequence[tuple[str, Probe]], *, width_in: float = style.WIDE_IN) -> Figure:
+    """Disagreement of the heads at each site, one panel a probe, against random queries of the same norms.
 
-    Parameters
-    ----------
-    learned, random
-        One value a site; ``random`` is the mean over draws.
-    random_sd
-        Standard deviation over draws; twice it either way is shaded.
+    Lines are means over sequences; the shade is two standard deviations over random draws either way.
     """
-    assert len(learned) == len(random), f"{len(learned)} learned and {len(random)} random values"
-    if not learned:
+    shown = panels[:_MOST_PANELS]
+    if not shown:
         return style.empty("No routing site to look at.", width_in=width_in)
-    figure = Figure(figsize=(width_in, 2.9), layout="constrained")
-    axis = figure.subplots()
-    sites = np.arange(len(learned))
-    axis.plot(sites, learned, color=style.PALETTE[0], marker="o", markersize=3.5, label="trained queries")
-    axis.plot(sites, random, color=style.SOFT, linestyle="--", label="random queries of the same norm")
-    if random_sd is not None:
-        low = np.asarray(random) - 2 * np.asarray(random_sd)
-        high = np.asarray(random) + 2 * np.asarray(random_sd)
-        axis.fill_between(sites, low, high, color=style.SOFT, alpha=0.15, linewidth=0)
-    axis.set_ylim(bottom=0)
-    axis.set_xlabel("site (sublayer that reads)")
-    axis.set_ylabel("disagreement between heads")
-    axis.xaxis.set_major_locator(style.few_ticks(8))
-    axis.legend(loc="best")
+    figure, axes = style.canvas(len(shown), width_in=width_in, panel_height_in=2.4, columns=None)
+    for axis, (title, probe) in zip(axes, shown, strict=True):
+        learned, drawn = probe.learned.mean(axis=0), probe.random.mean(axis=0)
+        random, spread = drawn.mean(axis=-1), drawn.std(axis=-1)
+        axis.plot(probe.sites, learned, color=style.PALETTE[0], marker="o", markersize=3.5)
+        axis.plot(probe.sites, random, color=style.SOFT, linestyle="--")
+        axis.fill_between(
+            probe.sites, random - 2 * spread, random + 2 * spread, color=style.SOFT, alpha=0.15, linewidth=0
+        )
+        axis.set_ylim(bottom=0)
+        axis.xaxis.set_major_locator(MaxNLocator(nbins=8 if len(shown) == 1 else 4, integer=True))
+        axis.yaxis.set_major_locator(style.few_ticks(4))
+        axis.set_title(style.shorten(title, 36 if len(shown) == 1 else 20), fontsize=8)
+    axes[0].set_ylabel("disagreement")
+    figure.supxlabel("site (sublayer that reads)", fontsize=9)
+    handles = [
+        Line2D([], [], color=style.PALETTE[0], marker="o", markersize=3.5, label="trained queries"),
+        Line2D([], [], color=style.SOFT, linestyle="--", label="random queries of the same norm"),
+    ]
+    width, height = figure.get_size_inches()
+    figure.set_size_inches(width, height + 0.25)
+    figure.legend(handles=handles, loc="outside lower center", ncols=1 if width_in <= style.NARROW_IN else 2)
     return figure

@@ -37,6 +37,27 @@ def heads(runs: pd.DataFrame, *, sd: float | None = None, dropped: int = 0) -> T
     return _table("heads", "Routing heads", grid, _by_size(grid.frame, runs), columns, "number of heads", dropped)
 
 
+def variants(runs: pd.DataFrame, *, sd: float | None = None, dropped: int = 0) -> Table | None:
+    """Mean loss of methods that were run with several options (streams, blocks, without a part), beside the others.
+
+    ``None`` where no size has two variants of one method.
+    """
+    named = runs.assign(variant=runs["variant"].fillna("defaults"))
+    several = named.dropna(subset=["size"]).groupby(["size", "method"])["variant"].nunique()
+    sizes = set(several.index[several > 1].get_level_values(0))
+    if not sizes:
+        return None
+    grid = gather(named[named["size"].isin(sizes)], ["size", "method", "variant"], within=["size"], sd=sd)
+    columns = [
+        Column(key="size", label="size"),
+        Column(key="method", label="method"),
+        Column(key="variant", label="options"),
+        *_means(),
+        Column(key="gap", label="above the best", kind="number", digits=2),
+    ]
+    return _table("variants", "Options of a method", grid, _by_size(grid.frame, runs), columns, "variant", dropped)
+
+
 def heads_by_kv(runs: pd.DataFrame, *, sd: float | None = None, dropped: int = 0) -> Table:
     """Mean loss over heads (columns) and key-value heads (rows), each row's optimum marked."""
     routed = with_single_head(runs)

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Final
 
 import pandas as pd
 
+from scaling.analysis.disagreement import judge_disagreement
+from scaling.analysis.findings import Findings
 from scaling.analysis.published import SOURCES, TOPICS, Fact, facts
-from scaling.analysis.readings import OVER_SIZES, Delta, Speedup
+from scaling.analysis.readings import OVER_SIZES
+from scaling.analysis.tables import costs, shapes
 from scaling.analysis.tables.table import Column, Table
+from scaling.errors import TableError
 
 TITLES: Final = {
     "main": "Main comparison",
@@ -33,9 +38,17 @@ TITLES: Final = {
 assert set(TITLES) == set(TOPICS)
 
 
-def published(
-    topic: str, *, deltas: Sequence[Delta] = (), speedups: Sequence[Speedup] = (), runs: pd.DataFrame | None = None
-) -> Table:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Own:
+    """What the user's runs have for a fact, and where."""
+
+    value: float
+    low: float | None = None
+    high: float | None = None
+    where: str = ""
+
+
+def published(topic: str, found: Findings) -> Table:
     """The published numbers of a topic, with the user's result for the same method (and size, where they agree) beside.
 
     Raises
@@ -45,7 +58,7 @@ def published(
     """
     rows = []
     for fact in facts(topic):
-        value, low, high, where = _own(fact, deltas, speedups, runs)
+        own = _own(fact, found)
         rows.append(
             {
                 "method": fact.method,
@@ -53,10 +66,10 @@ def published(
                 "setting": fact.setting,
                 "quantity": f"{fact.quantity} ({fact.unit})" if fact.unit else fact.quantity,
                 "published": fact.value,
-                "own": value,
-                "own_low": low,
-                "own_high": high,
-                "own_where": where,
+                "own": own.value if own else None,
+                "own_low": own.low if own else None,
+                "own_high": own.high if own else None,
+                "own_where": own.where if own else None,
                 "where": f"{fact.paper}, {fact.where}",
                 "note": fact.note,
             }
@@ -79,7 +92,7 @@ def published(
     caption = (
         f"Published by {papers}. Their corpora, tokenizers, budgets and precisions differ from these runs: the "
         f"columns stand "
-        "side by side and are not to be subtracted."
+        "side by side and are not to be subtracted. –: these runs have nothing for it."
     )
     title = f"Published beside measured: {TITLES[topic]}"
     return Table(
@@ -87,30 +100,129 @@ def published(
     )
 
 
-def _own(
-    fact: Fact, deltas: Sequence[Delta], speedups: Sequence[Speedup], runs: pd.DataFrame | None
-) -> tuple[float | None, float | None, float | None, str | None]:
-    if fact.quantity == "speedup":
-        for item in speedups:
-            if item.method == fact.method and item.mean == item.mean:
-                return item.mean, item.low, item.high, f"mean of {len(item.scales)}"
-    if fact.quantity == "delta":
-        same = [d for d in deltas if d.method == fact.method]
-        for size in (fact.size, OVER_SIZES):
-            for delta in same:
-                if delta.size == size:
-                    return delta.mean, delta.low, delta.high, delta.size
-    if fact.quantity == "loss" and runs is not None:
-        cell = runs[(runs["method"] == fact.method) & (runs["size"] == fact.size)]["val_loss"].dropna()
-        if len(cell):
-            return float(cell.mean()), None, None, fact.size
-    return None, None, None, None
+def relevant(found: Findings) -> list[str]:
+    """Topics whose published numbers concern these runs: a method other than the baseline, measured in the same way."""
+    named = set(found.table["method"].dropna()) - {"baseline"}
+    topics = []
+    for topic in TOPICS:
+        methods = {fact.run_method or fact.method for fact in facts(topic)}
+        if topic in _COMPARED and named & methods or any(_own(fact, found) for fact in facts(topic)):
+            topics.append(topic)
+    return topics
 
 
-def relevant(methods: Sequence[str]) -> list[str]:
-    """Topics whose published numbers concern one of these methods other than the baseline."""
-    named = set(methods) - {"baseline"}
-    return [topic for topic in TOPICS if topic in _COMPARED and named & {fact.method for fact in facts(topic)}]
+def _own(fact: Fact, found: Findings) -> _Own | None:
+    find = _FINDERS.get(fact.quantity)
+    return find(fact, found) if find else None
 
 
+def _matching(fact: Fact, found: Findings) -> pd.DataFrame:
+    """Usable runs that are what the fact is about, named as comparisons name them."""
+    runs = found.usable
+    right = runs["method"] == (fact.run_method or fact.method)
+    if fact.heads is not None:
+        right &= runs["heads"].eq(fact.heads).fillna(False)
+    if fact.heads == 1:
+        right |= runs["method"] == "attnres"  # one head is what it is
+    if fact.variant is not None:
+        right &= runs["variant"].fillna("") == fact.variant
+    return found.compared.loc[runs.index[right]]
+
+
+def _speedup(fact: Fact, found: Findings) -> _Own | None:
+    arms = set(_matching(fact, found)["method"])
+    for item in found.speedups:
+        if item.method in arms and item.mean == item.mean:
+            return _Own(value=item.mean, low=item.low, high=item.high, where=f"mean of {len(item.scales)}")
+    return None
+
+
+def _delta(fact: Fact, found: Findings) -> _Own | None:
+    arms = set(_matching(fact, found)["method"])
+    mine = {delta.size: delta for delta in found.deltas if delta.method in arms}
+    for size in (fact.size, OVER_SIZES, *reversed(found.places)):
+        if size in mine:
+            delta = mine[size]
+            return _Own(value=delta.mean, low=delta.low, high=delta.high, where=size)
+    return None
+
+
+def _loss(fact: Fact, found: Findings, *, column: str = "val_loss", anywhere: bool = False) -> _Own | None:
+    runs = _matching(fact, found).dropna(subset=[column])
+    sizes = [fact.size] if not anywhere else [size for size in reversed(found.places) if size in set(runs["size"])][:1]
+    cell = runs[runs["size"].isin(sizes)][column].astype(float)
+    return _Own(value=float(cell.mean()), where=sizes[0]) if len(cell) else None
+
+
+def _excess(fact: Fact, found: Findings) -> _Own | None:
+    order = {size: place for place, size in enumerate(found.sizes)}
+    probes = [probe for probe in found.supplements.probes if probe.method == fact.method]
+    if not probes:
+        return None
+    probe = max(probes, key=lambda probe: (probe.size == fact.size, order.get(probe.size, -1)))
+    result = judge_disagreement(probe)
+    bounds = (result.interval.low["excess"], result.interval.high["excess"]) if result.interval else (None, None)
+    return _Own(value=result.estimate["excess"], low=bounds[0], high=bounds[1], where=probe.size or probe.name)
+
+
+def _throughput(fact: Fact, found: Findings) -> _Own | None:
+    if found.baseline is None:
+        return None
+    try:
+        frame = costs.throughput(found.compared, found.histories, baseline=found.baseline).frame
+    except TableError:
+        return None
+    if "tokens_per_s_ratio" not in frame:
+        return None
+    mine = frame[frame["method"].isin(set(_matching(fact, found)["method"]))].dropna(subset=["tokens_per_s_ratio"])
+    exact = mine[mine["size"] == fact.size]
+    row = exact.iloc[0] if len(exact) else mine.iloc[-1] if len(mine) else None
+    return None if row is None else _Own(value=float(row["tokens_per_s_ratio"]), where=str(row["size"]))
+
+
+def _added(key: str) -> Callable[[Fact, Findings], _Own | None]:
+    def find(fact: Fact, found: Findings) -> _Own | None:
+        table = None
+        if found.baseline is not None:
+            table = shapes.added(found.compared_usable, sizes=found.places, baseline=found.baseline)
+        if table is None:
+            return None
+        mine = table.frame[table.frame["method"].isin(set(_matching(fact, found)["method"]))]
+        return _Own(value=float(mine[key].iloc[-1]) / 100, where=str(mine["size"].iloc[-1])) if len(mine) else None
+
+    return find
+
+
+def _score(fact: Fact, found: Findings) -> _Own | None:
+    scores = found.scores
+    if scores is None:
+        return None
+    mine = scores[(scores["method"] == fact.method) & (scores["task"].str.lower() == fact.setting.lower())]
+    sizes = [size for size in (fact.size, *reversed(found.places), "all") if size in set(mine["size"])]
+    return _Own(value=float(mine[mine["size"] == sizes[0]]["score"].mean()), where=sizes[0]) if sizes else None
+
+
+def _gain(fact: Fact, found: Findings) -> _Own | None:
+    for name, result in found.supplements.items.items():
+        method, _, task = name.partition("/")
+        if method == fact.method and task.lower() == fact.setting.lower() and result.interval:
+            low, high = result.interval.low["difference"], result.interval.high["difference"]
+            return _Own(value=100 * result.estimate["difference"], low=100 * low, high=100 * high, where="its items")
+    return None
+
+
+_FINDERS: Final[dict[str, Callable[[Fact, Findings], _Own | None]]] = {
+    "speedup": _speedup,
+    "delta": _delta,
+    "loss": _loss,
+    "training loss": lambda fact, found: _loss(fact, found, column="train_loss", anywhere=True),
+    "Pile loss": lambda fact, found: _loss(fact, found, anywhere=True),
+    "learned excess": _excess,
+    "disagreement": _excess,
+    "throughput": _throughput,
+    "parameters added": _added("n_params_added"),
+    "FLOPs added": _added("flops_added"),
+    "score": _score,
+    "gain": _gain,
+}
 _COMPARED: Final = ("main", "heads", "seeds", "speedup", "ablation", "streams", "blocks", "width")

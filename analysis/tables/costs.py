@@ -1,12 +1,9 @@
-"""Measured costs and downstream results: throughput and memory of runs, paired items of evaluations."""
+"""Measured costs: throughput and memory of runs and of benchmarked steps, timings of kernels."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import pandas as pd
 
-from scaling.analysis.result import Result
 from scaling.analysis.tables.table import Column, Table
 from scaling.errors import TableError
 
@@ -60,35 +57,65 @@ def throughput(runs: pd.DataFrame, histories: pd.DataFrame | None, *, baseline: 
     return Table(name="throughput", title="Throughput and memory", caption=caption, columns=tuple(columns), frame=frame)
 
 
-def items(found: Mapping[str, Result]) -> Table:
-    """McNemar's test of paired answers: ``compare items`` results by method and task."""
-    rows = []
-    for name, result in found.items():
-        method, _, task = name.partition("/")
-        interval = result.interval
-        rows.append(
-            {
-                "method": method,
-                "task": task or "all items",
-                "gains": result.details["gains"],
-                "losses": result.details["losses"],
-                "odds": result.estimate.get("odds_ratio"),
-                "odds_low": interval.low.get("odds_ratio") if interval else None,
-                "odds_high": interval.high.get("odds_ratio") if interval else None,
-                "p": result.details["p"],
-                "holm": result.details.get("holm"),
-            }
-        )
-    columns = (
+def steps(frame: pd.DataFrame) -> Table:
+    """Whole training steps of a benchmark: time, throughput and peak memory beside the baseline's of the same shape."""
+    rows = frame.assign(
+        peak_gib=pd.to_numeric(frame["peak_bytes"]) / 2**30 if "peak_bytes" in frame else float("nan"),
+        ms=frame["ms_50"], ms_low=frame["ms_20"], ms_high=frame["ms_80"],
+    )  # fmt: skip
+    columns = [
+        Column(key="shape", label="shape"),
+        Column(key="vocabulary", label="vocabulary", kind="integer"),
         Column(key="method", label="method"),
-        Column(key="task", label="task"),
-        Column(key="gains", label="right where the baseline is wrong", kind="integer"),
-        Column(key="losses", label="wrong where the baseline is right", kind="integer"),
-        Column(key="odds", label="odds ratio [interval]", kind="estimate"),
-        Column(key="p", label="McNemar p", kind="number", digits=2),
-        Column(key="holm", label="p, Holm", kind="number", digits=2),
-    )
+        Column(key="pass", label="what is timed"),
+        Column(key="launch", label="launch"),
+        Column(key="ms", label="ms [20%, 80% of repeats]", kind="estimate"),
+    ]
+    for key, label, digits in (
+        ("ratio", "throughput of the baseline's", 3), ("peak_gib", "peak memory (GiB)", 3),
+        ("peak_ratio", "memory of the baseline's", 3),
+    ):  # fmt: skip
+        if key in rows and rows[key].notna().any():
+            columns.append(Column(key=key, label=label, kind="number", digits=digits))
+    if "failed" in rows and rows["failed"].notna().any():
+        columns.append(Column(key="failed", label="failed"))
     caption = (
-        "Items both models answered; only those answered differently count. Holm: corrected for the number of tests."
+        f"Steps of each method beside the compiled pre-norm baseline of the same shape, timed in one "
+        f"run{_machine(frame)}. "
+        "Median of the repeats, with their 20% and 80% quantiles in brackets. Launch: eager, one kernel at a time; "
+        "graph, "
+        "replayed as one CUDA graph."
     )
-    return Table(name="items", title="Paired answers", caption=caption, columns=columns, frame=pd.DataFrame(rows))
+    return Table(name="steps", title="Training steps", caption=caption, columns=tuple(columns), frame=rows)
+
+
+def kernels(frame: pd.DataFrame) -> Table:
+    """Kernels of a benchmark: time, bytes moved, and the share of the copy rate measured beside them."""
+    rows = frame.assign(
+        mib=pd.to_numeric(frame["bytes"]) / 2**20 if "bytes" in frame else float("nan"),
+        share=100 * pd.to_numeric(frame["ceiling_share"]) if "ceiling_share" in frame else float("nan"),
+        ms=frame["ms_50"], ms_low=frame["ms_20"], ms_high=frame["ms_80"],
+    )  # fmt: skip
+    columns = [
+        Column(key="operation", label="kernel"),
+        Column(key="shape", label="shape"),
+        Column(key="pass", label="pass"),
+        Column(key="ms", label="ms [20%, 80% of repeats]", kind="estimate"),
+        Column(key="mib", label="must move (MiB)", kind="number", digits=3),
+        Column(key="share", label="of the copy rate (%)", kind="number", digits=3),
+    ]
+    caption = (
+        f"Routing kernels alone{_machine(frame)}. Median of the repeats, with their 20% and 80% quantiles in "
+        f"brackets; the "
+        "last column sets the bytes that a kernel must move against the copy rate of the same run, its ceiling."
+    )
+    return Table(name="kernels", title="Routing kernels", caption=caption, columns=tuple(columns), frame=rows)
+
+
+def _machine(frame: pd.DataFrame) -> str:
+    """Which GPU and versions a benchmark names."""
+    told = []
+    for key, word in (("gpu", ""), ("torch", "torch "), ("triton", "Triton ")):
+        if key in frame and frame[key].notna().any():
+            told.append(word + "/".join(dict.fromkeys(map(str, frame[key].dropna()))))
+    return f" ({', '.join(told)})" if told else ""

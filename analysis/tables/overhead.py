@@ -15,6 +15,7 @@ from scaling.accounting.flops import count_flops
 from scaling.accounting.parameters import count_parameters
 from scaling.accounting.residual import source_counts
 from scaling.analysis.tables.table import Column, Table
+from scaling.config.ladder import SIZES
 from scaling.config.model import ModelConfig
 from scaling.config.residual import METHODS
 from scaling.config.strict import build
@@ -24,6 +25,9 @@ PAPER_SIZES: Final = ("100m", "350m", "1b")
 _SEQ_LEN: Final = 1024
 _MHC_STREAMS: Final = 4
 _MSAR_STREAMS: Final = 4
+_FEWEST_LAYERS: Final = 8  # below, eight blocks are no blocks
+_BYTES: Final = 2  # of a number in bfloat16
+_BASELINE_TRAFFIC: Final = 3.0  # read stream and output, write stream
 
 
 def overhead(*, sizes: Sequence[str] = PAPER_SIZES, methods: Sequence[str] | None = None) -> Table:
@@ -69,7 +73,7 @@ def traffic(*, size: str = "1b", blocks: int = 8) -> Table:
     sublayers = model.num_sublayers
     span = max(1, -(-sublayers // blocks))
     rows = [
-        ("baseline", "read stream and output, write stream", 3.0),
+        ("baseline", "read stream and output, write stream", _BASELINE_TRAFFIC),
         ("hc, mhc", f"{_MHC_STREAMS} streams, unfused: 8m + 2", 8.0 * _MHC_STREAMS + 2),
         ("mhc", f"{_MHC_STREAMS} streams, fused: 3m + 2", 3.0 * _MHC_STREAMS + 2),
         ("attnres, mhar", "every source read at every site", _pull(source_counts(sublayers, 1))),
@@ -78,23 +82,43 @@ def traffic(*, size: str = "1b", blocks: int = 8) -> Table:
         ("msar", f"blocks of {span}, two phases, {_MSAR_STREAMS} streams expanded on the fly",
          _two_phase(sublayers, span) + 2.0 * (_MSAR_STREAMS - 1)),
     ]  # fmt: skip
-    frame = pd.DataFrame([{"method": m, "how": how, "sublayer": value, "layer": 2 * value} for m, how, value in rows])
+    frame = pd.DataFrame(
+        [
+            {
+                "method": m,
+                "how": how,
+                "sublayer": value,
+                "layer": 2 * value,
+                "kib": 2 * value * model.d_model * _BYTES / 2**10,
+                "over": value / _BASELINE_TRAFFIC,
+            }
+            for m, how, value in rows
+        ]
+    )
     columns = (
         Column(key="method", label="method"),
         Column(key="how", label="how"),
         Column(key="sublayer", label="a sublayer (units of d)", kind="number", digits=3),
         Column(key="layer", label="a layer (units of d)", kind="number", digits=3),
+        Column(key="kib", label="a token and layer (KiB, bf16)", kind="number", digits=3),
+        Column(key="over", label="times the baseline", kind="number", digits=3),
     )
     caption = (
-        f"Forward pass, {size} ({sublayers} sublayers), counted: each tensor of width d read or written once is 1, "
-        f"the same "
+        f"Memory accesses of the residual path, a token and layer: forward pass of {size} ({sublayers} sublayers, "
+        f"d = {model.d_model:,}), counted: each tensor of width d read or written once is 1, the same "
         "however many heads. Two phases: sources of earlier blocks are read once a block and give each of its "
         "sites a "
         "partial result; then each site reads that and its block's own sum. MSAR's streams are retrieved (written) "
         "and "
         "mixed (read) besides; its kernels are not public, so that row is this project's count."
     )
-    return Table(name="traffic", title="Memory traffic of the residual", caption=caption, columns=columns, frame=frame)
+    return Table(name="traffic", title="Memory accesses of the residual", caption=caption, columns=columns, frame=frame)
+
+
+def on_ladder(sizes: Sequence[str]) -> str:
+    """The largest of these sizes that has a name of the ladder and layers enough for blocks; else the papers' 1B."""
+    deep = [size for size in sizes if size in SIZES and SIZES[size]["num_layers"] >= _FEWEST_LAYERS]
+    return deep[-1] if deep else PAPER_SIZES[-1]
 
 
 def _pull(sources: Sequence[int]) -> float:

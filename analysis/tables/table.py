@@ -1,7 +1,8 @@
 """A table for a reader: an unrounded frame, columns that say how each is written, a caption, and what stands below it.
 
 Built by the modules beside this one from result objects; written by ``render``. The frame keeps unrounded numbers
-(they go into the CSV); an ``estimate`` column ``x`` finds its interval in ``x_low`` and ``x_high``. Any column may be
+(they go into the CSV); an ``estimate`` column ``x`` finds its interval in ``x_low`` and ``x_high``, and so does a
+``rounded`` one, which shows the digits that the interval allows and not the interval. Any column may be
 marked through ``x_mark``: ``best`` (bold: better than every other by more than the noise) or ``tie`` (not
 distinguishable from the best). A text column is sorted by the numbers of ``x_sort`` where there are any.
 """
@@ -17,7 +18,7 @@ import pandas as pd
 
 from scaling.analysis import digits
 
-Kind = Literal["text", "integer", "number", "general", "estimate", "speedup"]
+Kind = Literal["text", "integer", "number", "general", "estimate", "rounded", "speedup"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,6 +105,8 @@ def _cell(column: Column, record: dict[Any, Any]) -> Cell:
                 text += (
                     f" [{digits.speedup(low)[:-1]}, {digits.speedup(high)[:-1]}]" if math.isfinite(low + high) else ""
                 )
+        case "rounded":
+            text = digits.estimate(figure, low, high).partition(" [")[0]
         case _:
             text = digits.estimate(figure, low, high)
     return Cell(text=text, mark=mark, sort=figure, is_numeric=True)

@@ -11,7 +11,7 @@ app = typer.Typer(help="Look inside trained models.", no_args_is_help=True)
 
 EPILOG = (
     "Examples:  scaling probe disagreement runs/3f0c...   |   "
-    "scaling probe disagreement runs/3f0c... --heads 8 --draws 8 --out routing.npz --json"
+    "scaling probe disagreement runs/3f0c... --heads 8 --draws 8 --save   (scaling report build runs/ then shows it)"
 )
 
 
@@ -25,16 +25,23 @@ def disagreement(
     draws: Annotated[int, typer.Option(min=1, help="Random queries a head and site.")] = 4,
     seed: Annotated[int, typer.Option(help="Of the random queries.")] = 0,
     out: Annotated[Path | None, typer.Option(help="Write the arrays (per-head weights over depth) as .npz.")] = None,
+    save: Annotated[bool, typer.Option("--save", help="Keep the arrays in the run's folder, for reports.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
     """How much routing heads disagree about what to read, against random queries of the same norm."""
     from scaling.analysis.disagreement import describe, judge_disagreement
-    from scaling.probing import probe_disagreement, save_arrays
+    from scaling.errors import UsageError
+    from scaling.probing import probe_disagreement, run_of, save_arrays
+    from scaling.record import PROBE
 
+    run = run_of(checkpoint)
+    if save and run is None:
+        raise UsageError(f"--save: {checkpoint} lies in no run folder; name a file with --out instead")
     probe = probe_disagreement(
         checkpoint, data=data, seq_len=seq_len, sequences=sequences, heads=heads, draws=draws, seed=seed
     )
-    if out is not None:
-        save_arrays(probe, out)
+    for path in (out, run.path / PROBE if save and run is not None else None):
+        if path is not None:
+            save_arrays(probe, path, run)
     result = judge_disagreement(probe)
     typer.echo(result.to_json(indent=None) if as_json else describe(result))

@@ -28,14 +28,34 @@ Curves = Annotated[
     str | None,
     typer.Option("--curves", help="CSV or Parquet of loss curves of a table: columns run, step, and the loss."),
 ]
+Probes = Annotated[
+    list[str] | None,
+    typer.Option("--probe", help="Routing of a model, from `scaling probe disagreement --out`; may be repeated."),
+]
+Benches = Annotated[
+    list[str] | None,
+    typer.Option("--bench", help="What `scaling bench kernels|train --json` printed, or CSV; may be repeated."),
+]
+Items = Annotated[
+    str | None, typer.Option("--items", help="Answers to test items: columns item, method, correct; task, cluster.")
+]
+Scores = Annotated[
+    str | None, typer.Option("--scores", help="Downstream scores: columns method, task, score; size, seed, se.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
 
 BUILD = (
     "Examples:  scaling report build runs/ --out report   |   scaling report build runs.csv "
     "--columns loss=final_val_loss,method=group --baseline adam"
 )
-TABLE = "Examples:  scaling report table runs/ speedups   |   scaling report table runs.parquet main --format tex"
-FIGURE = "Examples:  scaling report figure runs/ scaling-curves --out curves.pdf   |   scaling report figure list"
+TABLE = (
+    "Examples:  scaling report table runs/ speedups   |   scaling report table runs.parquet main --format tex   |   "
+    "scaling report table runs/ items --items answers.csv   |   scaling report table runs/ steps --bench train.json"
+)
+FIGURE = (
+    "Examples:  scaling report figure runs/ scaling-curves --out curves.pdf   |   scaling report figure list   |   "
+    "scaling report figure runs/ routing-weights --probe routing.npz --out routing.pdf"
+)
 
 
 @app.command(epilog=BUILD)
@@ -46,6 +66,10 @@ def build(
     columns: Columns = None,
     where: Where = None,
     curves: Curves = None,
+    probe: Probes = None,
+    bench: Benches = None,
+    items: Items = None,
+    scores: Scores = None,
     title: Annotated[str, typer.Option("--title", help="Heading of the report.")] = "Scaling report",
     mlflow: Annotated[
         str | None,
@@ -55,16 +79,13 @@ def build(
 ) -> None:
     """Write report.html (one file, no network), report.md, tables, figures, a LaTeX document and results.json."""
     from scaling.analysis.report import build_report
-    from scaling.analysis.source import read
 
-    source = read(runs, columns=columns, where=where or (), curves=curves)
     command = shlex.join(["scaling", *sys.argv[1:]])
-    page = build_report(
-        source.table, source.histories, out=out, baseline=baseline, title=title, dropped=source.dropped, command=command
-    )
+    found = _findings(runs, baseline, columns, where, curves, probe, bench, items, scores)
+    page = build_report(found.table, out=out, title=title, command=command, findings=found)
     if mlflow is not None:
         _attach(runs, mlflow, out)
-    typer.echo(json.dumps({"report": str(page), "runs": len(source.table)}) if as_json else str(page))
+    typer.echo(json.dumps({"report": str(page), "runs": len(found.table)}) if as_json else str(page))
 
 
 @app.command(epilog=TABLE)
@@ -75,6 +96,11 @@ def table(
     baseline: Baseline = None,
     columns: Columns = None,
     where: Where = None,
+    curves: Curves = None,
+    probe: Probes = None,
+    bench: Benches = None,
+    items: Items = None,
+    scores: Scores = None,
 ) -> None:
     """Print one table of the report."""
     from scaling.analysis import catalog
@@ -83,7 +109,8 @@ def table(
     if "list" in (runs, name):
         typer.echo(_listing({key: (e.shows, e.needs) for key, e in catalog.TABLES.items()}))
         return
-    typer.echo(write(catalog.table(_findings(runs, baseline, columns, where), name), fmt), nl=False)
+    found = _findings(runs, baseline, columns, where, curves, probe, bench, items, scores)
+    typer.echo(write(catalog.table(found, name), fmt), nl=False)
 
 
 @app.command(epilog=FIGURE)
@@ -95,6 +122,10 @@ def figure(
     columns: Columns = None,
     where: Where = None,
     curves: Curves = None,
+    probe: Probes = None,
+    bench: Benches = None,
+    items: Items = None,
+    scores: Scores = None,
 ) -> None:
     """Write one figure of the report to a file."""
     from scaling.analysis import catalog
@@ -104,7 +135,8 @@ def figure(
         typer.echo(_listing({key: (e.shows, e.needs) for key, e in catalog.FIGURES.items()}))
         return
     target = out or Path(f"{name}.png")
-    typer.echo(str(write_figure(catalog.picture(_findings(runs, baseline, columns, where, curves), name), target)))
+    found = _findings(runs, baseline, columns, where, curves, probe, bench, items, scores)
+    typer.echo(str(write_figure(catalog.picture(found, name), target)))
 
 
 def _attach(runs: str, store: str, out: Path) -> None:
@@ -121,13 +153,25 @@ def _attach(runs: str, store: str, out: Path) -> None:
 
 
 def _findings(
-    runs: str, baseline: str | None, columns: str | None, where: list[str] | None, curves: str | None = None
+    runs: str,
+    baseline: str | None,
+    columns: str | None,
+    where: list[str] | None,
+    curves: str | None,
+    probes: list[str] | None,
+    benches: list[str] | None,
+    items: str | None,
+    scores: str | None,
 ) -> Findings:
     from scaling.analysis.inquiry import inquire
     from scaling.analysis.source import read
+    from scaling.analysis.supplements import collect
 
     source = read(runs, columns=columns, where=where or (), curves=curves)
-    return inquire(source.table, source.histories, baseline=baseline, dropped=source.dropped)
+    given = collect(
+        runs=runs, probes=probes or (), benches=benches or (), items=items, scores=scores, baseline=baseline
+    )
+    return inquire(source.table, source.histories, baseline=baseline, dropped=source.dropped, supplements=given)
 
 
 def _listing(entries: dict[str, tuple[str, str]]) -> str:

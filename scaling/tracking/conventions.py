@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from scaling.config.tree import RunConfig, flatten, to_dict
-from scaling.identity import label
+from scaling.identity import label, size_label, variant
 from scaling.record import Attempt, EndRecord, Point, RunFolder
 from scaling.tracking.metrics import store_name
 
@@ -168,8 +168,9 @@ def _tags(
         "run_key": folder.key,
         "sweep": config.run.sweep,
         "method": residual.method,
-        "size": config.model.size,
+        "size": size_label(config.model),
         "heads": heads,
+        "variant": variant(residual) or None,
         "kv": config.model.num_kv_heads,
         "lr": config.optimizer.lr,
         "seed": config.run.seed,

@@ -121,11 +121,12 @@ def test_published_values_are_the_papers() -> None:
 def test_published_and_own_values_stand_in_columns_of_their_own(planted: ModuleType) -> None:
     found = planted.findings(planted.table())
     for topic in TOPICS:
-        table = beside.published(topic, deltas=found.deltas, speedups=found.speedups, runs=found.table)
+        table = beside.published(topic, found)
         assert list(table.frame["published"]) == [fact.value for fact in facts(topic)]
-    own = beside.published("main", deltas=found.deltas).frame
-    assert own[own["method"] == "attnres"]["own"].isna().all()
-    assert "not to be subtracted" in beside.published("main").caption
+    table = beside.published("main", found)
+    by = dict(zip(zip(table.frame["method"], table.frame["size"], strict=True), table.frame["own_where"], strict=True))
+    assert by["attnres", "100m"] is None and by["mhar", "100m"] is not None
+    assert "not to be subtracted" in table.caption
 
 
 def test_overheads_are_the_papers() -> None:
@@ -169,12 +170,15 @@ def test_figures_survive_huge_and_tiny_losses(planted: ModuleType, scale: float)
 
 
 def test_routing_figures_show_only_sources_a_site_can_see() -> None:
-    weights = np.full((5, 5, 2), 0.5)
+    weights = np.full((5, 6, 2), 0.5)
+    site, source = np.indices((5, 6))
+    weights[source > site + 1] = np.nan  # the first probed site is the first with two sources
     with style.context():
-        figure = routing.routing_weights(weights)
+        figure = routing.routing_weights(weights, sites=range(1, 6))
+        inside(figure)
         shown = figure.axes[0].images[0].get_array()
-        inside(routing.disagreement([0.3, 0.4], [0.05, 0.05], random_sd=[0.01, 0.01]))
-    assert shown is not None and np.ma.count(shown) == 15
+    assert shown is not None and np.ma.count(shown) == 20
+    assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == ["1", "2", "3", "4", "5"]
     with pytest.raises(AssertionError, match="expected \\(sites, sources, heads\\)"):
         routing.routing_weights(np.zeros((3, 3)))
 
