@@ -29,8 +29,8 @@ def decimals(half_width: float, *, digits: int = 2) -> int:
 def number(value: float | None, *, digits: int = 4) -> str:
     """A number that has no interval, to ``digits`` significant digits.
 
-    >>> number(3.14159), number(-0.00012345), number(2.5e18), number(1234567), number(None)
-    ('3.142', '−0.0001234', '2.5e18', '1.235e6', '–')
+    >>> number(3.14159), number(-0.00012345), number(2.5e18), number(1234567), number(33730), number(None)
+    ('3.142', '−0.0001234', '2.5e18', '1.235e6', '33,730', '–')
     """
     if value is None or math.isnan(value):
         return MISSING
@@ -44,7 +44,7 @@ def number(value: float | None, *, digits: int = 4) -> str:
         mantissa = mantissa.rstrip("0").rstrip(".") if "." in mantissa else mantissa
         return _sign(f"{mantissa}e{int(exponent)}")
     places = max(0, digits - 1 - math.floor(math.log10(size)))
-    return _sign(f"{value:.{places}f}")
+    return _sign(f"{value:,.{places}f}")
 
 
 def general(value: float | None, *, digits: int = 4) -> str:

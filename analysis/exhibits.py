@@ -7,6 +7,7 @@ nothing for it.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Final
 
 import numpy as np
 import pandas as pd
@@ -15,6 +16,7 @@ from scaling.analysis.figures import costs, fits, grids, routing, speeds
 from scaling.analysis.findings import Findings
 from scaling.analysis.gallery import Picture
 from scaling.analysis.grids import Grid, gather, with_single_head
+from scaling.analysis.result import Result
 from scaling.analysis.supplements import Probe
 from scaling.analysis.tables.core import dropped_text
 from scaling.analysis.tables.costs import kernels as kernel_table
@@ -223,13 +225,33 @@ def residuals(found: Findings) -> Picture | None:
         name="residuals",
         section="fits",
         title="Residuals of the law and influence of each run",
-        caption=f"{fit.details['formula']}, shared by methods: {fit.details['shared']}; status {fit.status}. Right "
-        f"of the dashed "
-        "line a run moves the fit more than twice as much as the average one.",
+        caption=f"Observed minus fitted loss under the law {fit.details['formula']}; "
+        f"{_shared(fit)}{_STATUS[fit.status]}. "
+        "Right of the dashed line, where there is one, a run moves the fit more than twice as much as the average one.",
         alt=f"{len(rows)} residuals, the greatest {rows['residual'].abs().max():.2g}.",
-        draw=lambda width: fits.residuals(fit, width_in=width),
+        draw=lambda width: fits.residuals(fit, baseline=found.baseline, width_in=width),
         data=rows,
     )
+
+
+_STATUS: Final[dict[str, str]] = {
+    "converged": "the fit converged",
+    "bound-hit": "one of its parameters ended at its bound, so that the curve is less sure than it looks",
+    "unmoved": "the fit did not move from its start and is not to be trusted",
+    "multimodal": "several fits are about equally good, one of them is shown",
+    "undetermined": "the runs do not determine all of its parameters",
+    "max-iter": "the fit was stopped before it converged",
+    "refused": "the fit was refused",
+}
+
+
+def _shared(fit: Result) -> str:
+    """What methods have in common in a joint law."""
+    if not fit.details.get("by"):
+        return ""
+    words = {"E+exponents": "methods share E and a; ", "E": "methods share E; ", "none": "each method has its own; "}
+    shared = str(fit.details["shared"])
+    return words.get(shared, f"shared by methods: {shared}; ")
 
 
 def backtest(found: Findings) -> Picture | None:

@@ -43,7 +43,9 @@ def curves(found: Findings) -> Picture | None:
     base = f" Lower panel: the same minus {baseline}'s law." if baseline in found.curves else ""
     level = found.speedups[0].level if found.speedups else 0.95
     arrows = (
-        f" An arrow runs from a method's loss to where {baseline}'s law has the same loss; its length is the speedup."
+        f" An arrow runs from a method's loss to where {baseline}'s law has the same loss; its length is the "
+        f"speedup at "
+        "that scale."
         if found.speedups
         else ""
     )
@@ -130,14 +132,18 @@ def losses(found: Findings) -> Picture | None:
     data = histories[(histories["metric"] == "val/loss") & histories["run_key"].isin(found.table["run_key"])]
     if data.empty:
         return None
+    known = found.table["tail_evaluations"].dropna()
+    tail = int(known.median()) if len(known) else TAIL_EVALUATIONS
+    whose = "the tail mean of these runs averages" if len(known) else "the MHAR paper's tail mean averages"
+    evaluations = int(data.groupby("run_key", observed=True)["step"].nunique().max())
+    window = f" Shaded: the last {tail} evaluations, which {whose}." if evaluations > tail > 1 else ""
     return Picture(
         name="loss-curves",
         section="losses",
         title="Loss during training",
-        caption=f"Held-out loss of each run by step, one panel a size. Shaded: the last {TAIL_EVALUATIONS} "
-        f"evaluations, which "
-        "the tail mean averages. The steep fall of the first steps is cut off.",
+        caption="Held-out loss of each run by step, one panel a size; beyond 24 runs a panel, each method's mean and "
+        f"range.{window} The steep fall of the first steps is cut off.",
         alt=f"Loss curves of {data['run_key'].nunique()} runs.",
-        draw=lambda width: loss_curves(found.compared, histories, baseline=found.baseline, width_in=width),
+        draw=lambda width: loss_curves(found.compared, histories, baseline=found.baseline, tail=tail, width_in=width),
         data=data[["run_key", "step", "value"]],
     )

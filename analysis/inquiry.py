@@ -15,7 +15,7 @@ import pandas as pd
 
 from scaling.analysis import digits
 from scaling.analysis.arms import at_best_rate, by_condition, by_option
-from scaling.analysis.findings import Failure, Findings
+from scaling.analysis.findings import Failure, Findings, by_parameters
 from scaling.analysis.readings import OVER_SIZES, Curve, Delta, Noise, Speedup, read_deltas, read_noise, read_speedup
 from scaling.analysis.result import Caution, Result
 from scaling.analysis.schema import COLUMNS
@@ -104,7 +104,7 @@ def inquire(
         found = log.ask("The compute saved at equal loss", lambda: _speedups(best, base, rng, log), found)
     deltas: tuple[Delta, ...] = ()
     if base is not None and others:
-        deltas = log.ask("The differences of loss", lambda: _deltas(compared, base, log), deltas)
+        deltas = log.ask("The differences of loss", lambda: _by_size(_deltas(compared, base, log), compared), deltas)
     noises: tuple[Noise, ...] = ()
     noises = log.ask("The noise between seeds", lambda: _noises(runs, log), noises)
     if runs["flops"].notna().any():
@@ -250,6 +250,18 @@ def _deltas(runs: pd.DataFrame, baseline: str, log: _Log) -> tuple[Delta, ...]:
         else:
             kept.extend(read_deltas(method, result))
     return tuple(kept)
+
+
+def _by_size(deltas: tuple[Delta, ...], runs: pd.DataFrame) -> tuple[Delta, ...]:
+    """Methods as they come, sizes smallest first, the mean over them last."""
+    methods = list(dict.fromkeys(delta.method for delta in deltas))
+    order = {size: place for place, size in enumerate(by_parameters(runs))}
+    last = len(order)
+
+    def place(delta: Delta) -> tuple[int, int]:
+        return methods.index(delta.method), last + 1 if delta.size == OVER_SIZES else order.get(delta.size, last)
+
+    return tuple(sorted(deltas, key=place))
 
 
 def _noises(runs: pd.DataFrame, log: _Log) -> tuple[Noise, ...]:

@@ -49,10 +49,11 @@ COLUMNS: Final[dict[str, str]] = {
     "width": "Int64",  # of the residual stream
     "ffn_width": "Int64",
     "vocab_size": "Int64",
+    "tail_evaluations": "Int64",  # evaluations that val_loss_tail is the mean of
     "experts": "Int64",  # routed experts of a mixture, missing in a dense model
 }
 
-ADDED: Final = frozenset({"variant", "layers", "width", "ffn_width", "vocab_size", "experts"})
+ADDED: Final = frozenset({"variant", "layers", "width", "ffn_width", "vocab_size", "tail_evaluations", "experts"})
 """Columns that tables written by earlier versions lack; they are read as empty."""
 
 CANONICAL: Final[dict[str, str]] = {

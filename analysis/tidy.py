@@ -57,6 +57,7 @@ SOURCES: Final[dict[str, tuple[str, ...]]] = {
     "width": ("param:model.d_model", "param:hidden_size"),
     "ffn_width": ("param:model.d_ffn", "param:intermediate_size"),
     "vocab_size": ("param:model.vocab_size", "param:vocab_size"),
+    "tail_evaluations": ("param:evaluation.tail",),
     "experts": ("param:model.moe.num_experts",),
 }
 EXTRA: Final = frozenset(

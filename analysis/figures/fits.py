@@ -11,7 +11,7 @@ from scaling.analysis.figures import style
 from scaling.analysis.result import Result
 
 
-def residuals(fit: Result, *, width_in: float = style.WIDE_IN) -> Figure:
+def residuals(fit: Result, *, baseline: str | None = None, width_in: float = style.WIDE_IN) -> Figure:
     """Residuals of a ``fit law`` result against the predicted loss, and against each row's influence on the fit."""
     rows = fit.details["rows"]
     predicted, rest = np.array(rows["predicted"], dtype=float), np.array(rows["residual"], dtype=float)
@@ -19,7 +19,7 @@ def residuals(fit: Result, *, width_in: float = style.WIDE_IN) -> Figure:
     by = fit.details.get("by")
     groups = [str(group) for group in rows[by]] if by else ["all runs"] * len(rest)
     names = sorted(set(groups))
-    look = style.looks(names, baseline=None)
+    look = style.looks(names, baseline=baseline if baseline in names else None)
     figure, (left, right) = style.canvas(2, width_in=width_in, panel_height_in=2.7)
     for name in names:
         mine = np.array([group == name for group in groups])

@@ -27,7 +27,7 @@ def speedup_by_scale(
     figure = Figure(figsize=(width_in, 3.3), layout="constrained")
     axis = figure.subplots()
     axis.axhline(1.0, color=style.INK, linewidth=0.9)
-    ends = {}
+    tips = {}
     for place, item in enumerate(shown):
         mine = look[item.method]
         shift = 1.0 + 0.02 * (place - (len(shown) - 1) / 2)
@@ -43,19 +43,21 @@ def speedup_by_scale(
             slope = item.trend / np.log(10)
             level = np.log(y).mean()
             axis.plot(x, np.exp(level + slope * (np.log(x) - middle)), linestyle="--", color=mine.color, linewidth=1.0)
-        ends[style.shorten(item.method, 18)] = (float(x[-1]), float(y[-1]))
+        tips[style.shorten(item.method, 18)] = (float(x[-1]), float(y[-1]))
     low = min(min(s.speedup for item in shown for s in item.scales), 1.0)
     high = max(max(s.speedup for item in shown for s in item.scales), 1.0)
     axis.set_yscale("log")
-    pad = max((high / low) ** 0.35, 1.06)
-    axis.set_ylim(low / pad, high * pad)
+    reach = max((high / low) ** 1.5, 1.06)  # an interval may be far wider than the points differ; it is cut there
+    ends = [end for item in shown for s in item.scales for end in (s.low, s.high) if end is not None and end > 0]
+    below, above = min([low / 1.06, *ends]), max([high * 1.06, *ends])
+    axis.set_ylim(max(below, low / reach) / 1.02, min(above, high * reach) * 1.02)
     style.log_axis(axis, "x")
     style.log_axis(axis, "y")
     axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _place: f"{value:g}×"))
     axis.set_xlabel(f"the method's compute ({shown[0].currency})")
     axis.set_ylabel("speedup at equal loss")
     if len(shown) <= _MOST_END_LABELS and width_in > style.NARROW_IN:
-        style.end_labels(axis, ends, {style.shorten(m, 18): look[m].color for m in methods})
+        style.end_labels(axis, tips, {style.shorten(m, 18): look[m].color for m in methods})
     else:
         style.legend(figure, methods, look, width_in=width_in)
     return figure

@@ -101,12 +101,11 @@ def published(topic: str, found: Findings) -> Table:
 
 
 def relevant(found: Findings) -> list[str]:
-    """Topics whose published numbers concern these runs: a method other than the baseline, measured in the same way."""
-    named = set(found.table["method"].dropna()) - {"baseline"}
+    """Topics for which these runs have a number to stand beside a published one of a method."""
     topics = []
     for topic in TOPICS:
-        methods = {fact.run_method or fact.method for fact in facts(topic)}
-        if topic in _COMPARED and named & methods or any(_own(fact, found) for fact in facts(topic)):
+        told = [fact for fact in facts(topic) if _own(fact, found) is not None]
+        if any((fact.run_method or fact.method) != "baseline" for fact in told):
             topics.append(topic)
     return topics
 
@@ -117,16 +116,27 @@ def _own(fact: Fact, found: Findings) -> _Own | None:
 
 
 def _matching(fact: Fact, found: Findings) -> pd.DataFrame:
-    """Usable runs that are what the fact is about, named as comparisons name them."""
+    """Usable runs that are what the fact is about, named as comparisons name them.
+
+    Other head counts count where no run has the fact's, but for the table about them.
+    """
     runs = found.usable
     right = runs["method"] == (fact.run_method or fact.method)
-    if fact.heads is not None:
-        right &= runs["heads"].eq(fact.heads).fillna(False)
-    if fact.heads == 1:
-        right |= runs["method"] == "attnres"  # one head is what it is
     if fact.variant is not None:
         right &= runs["variant"].fillna("") == fact.variant
+    if fact.heads is not None:
+        exact = right & runs["heads"].eq(fact.heads).fillna(False)
+        if fact.heads == 1:
+            exact |= runs["method"] == "attnres"  # one head is what it is
+        right = exact if fact.topic == "heads" or exact.any() else right
     return found.compared.loc[runs.index[right]]
+
+
+def _with_heads(fact: Fact, found: Findings, where: str) -> str:
+    """The place of an own value, with its head count where the fact has another."""
+    heads = sorted(set(_matching(fact, found)["heads"].dropna().astype(int)))
+    other = fact.heads is not None and heads and heads != [fact.heads]
+    return f"{where}, H={', '.join(map(str, heads))}" if other else where
 
 
 def _speedup(fact: Fact, found: Findings) -> _Own | None:
@@ -143,7 +153,7 @@ def _delta(fact: Fact, found: Findings) -> _Own | None:
     for size in (fact.size, OVER_SIZES, *reversed(found.places)):
         if size in mine:
             delta = mine[size]
-            return _Own(value=delta.mean, low=delta.low, high=delta.high, where=size)
+            return _Own(value=delta.mean, low=delta.low, high=delta.high, where=_with_heads(fact, found, size))
     return None
 
 
@@ -225,4 +235,3 @@ _FINDERS: Final[dict[str, Callable[[Fact, Findings], _Own | None]]] = {
     "score": _score,
     "gain": _gain,
 }
-_COMPARED: Final = ("main", "heads", "seeds", "speedup", "ablation", "streams", "blocks", "width")

@@ -31,6 +31,14 @@ RUN_COLUMNS: Final = (
     Column(key="status", label="status"),
     Column(key="run_key", label="run key"),
 )
+_CONVENTIONS: Final = {
+    ("currency", "flops"): "compute is counted in FLOPs of training",
+    ("asymptote", "shared"): "both laws have the same loss E that no compute goes below",
+    ("asymptote", "free"): "each law has its own loss E that no compute goes below",
+    ("mean", "geometric"): "geometric mean over scales",
+    ("inversion", "law"): "the baseline's compute is read off its fitted law",
+    ("inversion", "chord"): "the baseline's compute is read off straight lines between its runs",
+}
 _ALWAYS: Final = ("method", "val_loss", "run_key")
 
 
@@ -222,10 +230,11 @@ def dropped(reasons: Sequence[tuple[str, str]]) -> Table:
 def convention_text(conventions: Mapping[str, str]) -> str:
     """Conventions of a result as one sentence.
 
-    >>> convention_text({"N": "non-embedding", "C": "exact"})
-    'Conventions: N non-embedding; C exact.'
+    >>> convention_text({"N": "non-embedding", "asymptote": "shared"})
+    'Conventions: N non-embedding; both laws have the same loss E that no compute goes below.'
     """
-    return f"Conventions: {'; '.join(f'{k} {v}' for k, v in conventions.items())}." if conventions else ""
+    told = [_CONVENTIONS.get((key, value), f"{key} {value}") for key, value in conventions.items()]
+    return f"Conventions: {'; '.join(told)}." if told else ""
 
 
 def dropped_text(count: int) -> str:
