@@ -43,6 +43,8 @@ class Findings:
         Name -> result object behind everything above, for the JSON file and the conventions.
     supplements
         Probes, timings, answers and scores given beside the runs.
+    compared
+        The runs with methods and sizes named as comparisons see them (``scaling.analysis.arms``).
     """
 
     table: pd.DataFrame
@@ -60,16 +62,15 @@ class Findings:
     needs: tuple[str, ...] = ()
     results: Mapping[str, Result] = field(default_factory=dict)
     supplements: Supplements = field(default_factory=Supplements)
+    compared: pd.DataFrame = field(init=False, repr=False, compare=False)
 
     @property
     def usable(self) -> pd.DataFrame:
         """Runs that analyses may use."""
         return self.table.drop(index=sorted(self.unusable))
 
-    @property
-    def compared(self) -> pd.DataFrame:
-        """The runs with methods and sizes named as comparisons see them (``scaling.analysis.arms``)."""
-        return by_condition(by_option(self.table))
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "compared", by_condition(by_option(self.table)))
 
     @property
     def compared_usable(self) -> pd.DataFrame:

@@ -79,9 +79,14 @@ def build_report(
     ------
     TableError
         If the table holds no run.
+    UsageError
+        If a format is not offered.
     ScalingError
         If ``out`` cannot be written to.
     """
+    for fmt in formats:
+        if fmt not in FIGURE_FORMATS:
+            raise UsageError(f"--formats: {fmt!r} is not offered; allowed: {', '.join(FIGURE_FORMATS)}")
     found = findings or inquire(table, histories, baseline=baseline, dropped=dropped, supplements=supplements)
     csv_text = str(found.table.to_csv(index=False, lineterminator="\n"))
     origin = provenance.gather(found.table, csv_text=csv_text, command=command, extra=extra_provenance)

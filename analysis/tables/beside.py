@@ -39,6 +39,18 @@ assert set(TITLES) == set(TOPICS)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class _Mine:
+    """What is looked up for many facts, computed once."""
+
+    found: Findings
+    usable: pd.DataFrame
+    places: tuple[str, ...]
+    scores: pd.DataFrame | None
+    throughput: pd.DataFrame | None
+    added: pd.DataFrame | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class _Own:
     """What the user's runs have for a fact, and where."""
 
@@ -57,8 +69,9 @@ def published(topic: str, found: Findings) -> Table:
         If there is no such topic.
     """
     rows = []
+    mine = _read(found)
     for fact in facts(topic):
-        own = _own(fact, found)
+        own = _own(fact, mine)
         rows.append(
             {
                 "method": fact.method,
@@ -103,24 +116,45 @@ def published(topic: str, found: Findings) -> Table:
 def relevant(found: Findings) -> list[str]:
     """Topics for which these runs have a number to stand beside a published one of a method."""
     topics = []
+    mine = _read(found)
     for topic in TOPICS:
-        told = [fact for fact in facts(topic) if _own(fact, found) is not None]
+        told = [fact for fact in facts(topic) if _own(fact, mine) is not None]
         if any((fact.run_method or fact.method) != "baseline" for fact in told):
             topics.append(topic)
     return topics
 
 
-def _own(fact: Fact, found: Findings) -> _Own | None:
+def _read(found: Findings) -> _Mine:
+    throughput = added = None
+    if found.baseline is not None:
+        try:
+            frame = costs.throughput(found.compared, found.histories, baseline=found.baseline).frame
+            throughput = frame.dropna(subset=["tokens_per_s_ratio"]) if "tokens_per_s_ratio" in frame else None
+        except TableError:
+            pass
+        table = shapes.added(found.compared_usable, sizes=found.places, baseline=found.baseline)
+        added = None if table is None else table.frame
+    return _Mine(
+        found=found,
+        usable=found.usable,
+        places=tuple(found.places),
+        scores=found.scores,
+        throughput=throughput,
+        added=added,
+    )
+
+
+def _own(fact: Fact, mine: _Mine) -> _Own | None:
     find = _FINDERS.get(fact.quantity)
-    return find(fact, found) if find else None
+    return find(fact, mine) if find else None
 
 
-def _matching(fact: Fact, found: Findings) -> pd.DataFrame:
+def _matching(fact: Fact, mine: _Mine) -> pd.DataFrame:
     """Usable runs that are what the fact is about, named as comparisons name them.
 
     Other head counts count where no run has the fact's, but for the table about them.
     """
-    runs = found.usable
+    runs = mine.usable
     right = runs["method"] == (fact.run_method or fact.method)
     if fact.variant is not None:
         right &= runs["variant"].fillna("") == fact.variant
@@ -129,44 +163,44 @@ def _matching(fact: Fact, found: Findings) -> pd.DataFrame:
         if fact.heads == 1:
             exact |= runs["method"] == "attnres"  # one head is what it is
         right = exact if fact.topic == "heads" or exact.any() else right
-    return found.compared.loc[runs.index[right]]
+    return mine.found.compared.loc[runs.index[right]]
 
 
-def _with_heads(fact: Fact, found: Findings, where: str) -> str:
+def _with_heads(fact: Fact, mine: _Mine, where: str) -> str:
     """The place of an own value, with its head count where the fact has another."""
-    heads = sorted(set(_matching(fact, found)["heads"].dropna().astype(int)))
+    heads = sorted(set(_matching(fact, mine)["heads"].dropna().astype(int)))
     other = fact.heads is not None and heads and heads != [fact.heads]
     return f"{where}, H={', '.join(map(str, heads))}" if other else where
 
 
-def _speedup(fact: Fact, found: Findings) -> _Own | None:
-    arms = set(_matching(fact, found)["method"])
-    for item in found.speedups:
+def _speedup(fact: Fact, mine: _Mine) -> _Own | None:
+    arms = set(_matching(fact, mine)["method"])
+    for item in mine.found.speedups:
         if item.method in arms and item.mean == item.mean:
             return _Own(value=item.mean, low=item.low, high=item.high, where=f"mean of {len(item.scales)}")
     return None
 
 
-def _delta(fact: Fact, found: Findings) -> _Own | None:
-    arms = set(_matching(fact, found)["method"])
-    mine = {delta.size: delta for delta in found.deltas if delta.method in arms}
-    for size in (fact.size, OVER_SIZES, *reversed(found.places)):
-        if size in mine:
-            delta = mine[size]
-            return _Own(value=delta.mean, low=delta.low, high=delta.high, where=_with_heads(fact, found, size))
+def _delta(fact: Fact, mine: _Mine) -> _Own | None:
+    arms = set(_matching(fact, mine)["method"])
+    by_size = {delta.size: delta for delta in mine.found.deltas if delta.method in arms}
+    for size in (fact.size, OVER_SIZES, *reversed(mine.places)):
+        if size in by_size:
+            delta = by_size[size]
+            return _Own(value=delta.mean, low=delta.low, high=delta.high, where=_with_heads(fact, mine, size))
     return None
 
 
-def _loss(fact: Fact, found: Findings, *, column: str = "val_loss", anywhere: bool = False) -> _Own | None:
-    runs = _matching(fact, found).dropna(subset=[column])
-    sizes = [fact.size] if not anywhere else [size for size in reversed(found.places) if size in set(runs["size"])][:1]
+def _loss(fact: Fact, mine: _Mine, *, column: str = "val_loss", anywhere: bool = False) -> _Own | None:
+    runs = _matching(fact, mine).dropna(subset=[column])
+    sizes = [fact.size] if not anywhere else [size for size in reversed(mine.places) if size in set(runs["size"])][:1]
     cell = runs[runs["size"].isin(sizes)][column].astype(float)
     return _Own(value=float(cell.mean()), where=sizes[0]) if len(cell) else None
 
 
-def _excess(fact: Fact, found: Findings) -> _Own | None:
-    order = {size: place for place, size in enumerate(found.sizes)}
-    probes = [probe for probe in found.supplements.probes if probe.method == fact.method]
+def _excess(fact: Fact, mine: _Mine) -> _Own | None:
+    order = {size: place for place, size in enumerate(mine.found.sizes)}
+    probes = [probe for probe in mine.found.supplements.probes if probe.method == fact.method]
     if not probes:
         return None
     probe = max(probes, key=lambda probe: (probe.size == fact.size, order.get(probe.size, -1)))
@@ -175,45 +209,37 @@ def _excess(fact: Fact, found: Findings) -> _Own | None:
     return _Own(value=result.estimate["excess"], low=bounds[0], high=bounds[1], where=probe.size or probe.name)
 
 
-def _throughput(fact: Fact, found: Findings) -> _Own | None:
-    if found.baseline is None:
+def _throughput(fact: Fact, mine: _Mine) -> _Own | None:
+    if mine.throughput is None:
         return None
-    try:
-        frame = costs.throughput(found.compared, found.histories, baseline=found.baseline).frame
-    except TableError:
-        return None
-    if "tokens_per_s_ratio" not in frame:
-        return None
-    mine = frame[frame["method"].isin(set(_matching(fact, found)["method"]))].dropna(subset=["tokens_per_s_ratio"])
-    exact = mine[mine["size"] == fact.size]
-    row = exact.iloc[0] if len(exact) else mine.iloc[-1] if len(mine) else None
+    rows = mine.throughput[mine.throughput["method"].isin(set(_matching(fact, mine)["method"]))]
+    exact = rows[rows["size"] == fact.size]
+    row = exact.iloc[0] if len(exact) else rows.iloc[-1] if len(rows) else None
     return None if row is None else _Own(value=float(row["tokens_per_s_ratio"]), where=str(row["size"]))
 
 
-def _added(key: str) -> Callable[[Fact, Findings], _Own | None]:
-    def find(fact: Fact, found: Findings) -> _Own | None:
-        table = None
-        if found.baseline is not None:
-            table = shapes.added(found.compared_usable, sizes=found.places, baseline=found.baseline)
-        if table is None:
+def _added(key: str) -> Callable[[Fact, _Mine], _Own | None]:
+    def find(fact: Fact, mine: _Mine) -> _Own | None:
+        if mine.added is None:
             return None
-        mine = table.frame[table.frame["method"].isin(set(_matching(fact, found)["method"]))]
-        return _Own(value=float(mine[key].iloc[-1]) / 100, where=str(mine["size"].iloc[-1])) if len(mine) else None
+        rows = mine.added[mine.added["method"].isin(set(_matching(fact, mine)["method"]))]
+        return _Own(value=float(rows[key].iloc[-1]) / 100, where=str(rows["size"].iloc[-1])) if len(rows) else None
 
     return find
 
 
-def _score(fact: Fact, found: Findings) -> _Own | None:
-    scores = found.scores
-    if scores is None:
+def _score(fact: Fact, mine: _Mine) -> _Own | None:
+    if mine.scores is None:
         return None
-    mine = scores[(scores["method"] == fact.method) & (scores["task"].str.lower() == fact.setting.lower())]
-    sizes = [size for size in (fact.size, *reversed(found.places), "all") if size in set(mine["size"])]
-    return _Own(value=float(mine[mine["size"] == sizes[0]]["score"].mean()), where=sizes[0]) if sizes else None
+    rows = mine.scores[
+        (mine.scores["method"] == fact.method) & (mine.scores["task"].str.lower() == fact.setting.lower())
+    ]
+    sizes = [size for size in (fact.size, *reversed(mine.places), "all") if size in set(rows["size"])]
+    return _Own(value=float(rows[rows["size"] == sizes[0]]["score"].mean()), where=sizes[0]) if sizes else None
 
 
-def _gain(fact: Fact, found: Findings) -> _Own | None:
-    for name, result in found.supplements.items.items():
+def _gain(fact: Fact, mine: _Mine) -> _Own | None:
+    for name, result in mine.found.supplements.items.items():
         method, _, task = name.partition("/")
         if method == fact.method and task.lower() == fact.setting.lower() and result.interval:
             low, high = result.interval.low["difference"], result.interval.high["difference"]
@@ -221,12 +247,12 @@ def _gain(fact: Fact, found: Findings) -> _Own | None:
     return None
 
 
-_FINDERS: Final[dict[str, Callable[[Fact, Findings], _Own | None]]] = {
+_FINDERS: Final[dict[str, Callable[[Fact, _Mine], _Own | None]]] = {
     "speedup": _speedup,
     "delta": _delta,
     "loss": _loss,
-    "training loss": lambda fact, found: _loss(fact, found, column="train_loss", anywhere=True),
-    "Pile loss": lambda fact, found: _loss(fact, found, anywhere=True),
+    "training loss": lambda fact, mine: _loss(fact, mine, column="train_loss", anywhere=True),
+    "Pile loss": lambda fact, mine: _loss(fact, mine, anywhere=True),
     "learned excess": _excess,
     "disagreement": _excess,
     "throughput": _throughput,

@@ -71,6 +71,9 @@ def build(
     items: Items = None,
     scores: Scores = None,
     title: Annotated[str, typer.Option("--title", help="Heading of the report.")] = "Scaling report",
+    formats: Annotated[
+        str, typer.Option("--formats", help="Formats of the figure files: png, pdf, svg, separated by commas.")
+    ] = "png,pdf,svg",
     mlflow: Annotated[
         str | None,
         typer.Option("--mlflow", help="Store whose sweep gets the report, its figures and tables as artifacts."),
@@ -82,7 +85,8 @@ def build(
 
     command = shlex.join(["scaling", *sys.argv[1:]])
     found = _findings(runs, baseline, columns, where, curves, probe, bench, items, scores)
-    page = build_report(found.table, out=out, title=title, command=command, findings=found)
+    kinds = [kind.strip() for kind in formats.split(",")]
+    page = build_report(found.table, out=out, title=title, command=command, findings=found, formats=kinds)
     if mlflow is not None:
         _attach(runs, mlflow, out)
     typer.echo(json.dumps({"report": str(page), "runs": len(found.table)}) if as_json else str(page))
