@@ -51,8 +51,6 @@ def _seeds(found: Findings) -> Table | None:
 
 
 def _main(found: Findings) -> Table | None:
-    if found.table["size"].isna().all():
-        return None
     return ablations.main(found.compared_usable, baseline=found.baseline, sd=found.seed_sd, dropped=len(found.dropped))
 
 
@@ -135,7 +133,7 @@ TABLES: Final[Mapping[str, Entry[Table]]] = {
     "configurations": Entry(
         shows="shape, budget and recipe of each size", needs="runs with a size", build=_configurations
     ),
-    "main": Entry(shows="methods by size, with the difference to the baseline", needs="runs with a size", build=_main),
+    "main": Entry(shows="methods by size, with the difference to the baseline", needs="any run", build=_main),
     "heads": Entry(shows="head counts by size", needs="two or more head counts", build=_heads),
     "heads-kv": Entry(shows="H x KV grid with each row's optimum", needs="two or more H and KV", build=_heads_kv),
     "lr": Entry(shows="each method at its own learning rate", needs="two or more learning rates", build=_rates),

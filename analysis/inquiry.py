@@ -91,7 +91,7 @@ def inquire(
     Raises
     ------
     TableError
-        If the table has no run, no ``method`` or ``val_loss``, or not the baseline named.
+        If the table has no run, no ``val_loss``, or not the baseline named.
     """
     runs = complete(table)
     named = by_option(runs)
@@ -139,18 +139,21 @@ def inquire(
 def complete(table: pd.DataFrame) -> pd.DataFrame:
     """The table with every column of the schema, missing ones empty, other ones kept at the end.
 
+    Runs without a column ``method`` are of one, ``all runs``.
+
     Raises
     ------
     TableError
-        If it has no rows, or lacks ``method`` or ``val_loss``.
+        If it has no rows, or lacks ``val_loss``.
     """
     if len(table) == 0:
         raise TableError("the table holds no run; nothing to report (check --where and --sweep)")
-    for needed in ("method", "val_loss"):
-        if needed not in table.columns:
-            have = ", ".join(map(str, table.columns))
-            raise TableError(f"column {needed!r} is missing; the table has: {have}; name it with --columns")
+    if "val_loss" not in table.columns:
+        have = ", ".join(map(str, table.columns))
+        raise TableError(f"column 'val_loss' is missing; the table has: {have}; name it with --columns")
     runs = table.copy()
+    if "method" not in runs.columns:
+        runs["method"] = "all runs"
     for name, kind in COLUMNS.items():
         if name not in runs.columns:
             runs[name] = pd.Series(pd.NA, index=runs.index, dtype=kind) if kind != "float64" else float("nan")

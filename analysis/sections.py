@@ -81,7 +81,7 @@ def sections(found: Findings, pictures: Sequence[Picture], origin: Mapping[str, 
         Section(anchor="noise", title="Noise", pictures=shown("noise"), tables=tables("noise")),
         Section(
             anchor="grids",
-            title="Methods by size",
+            title="Methods by size" if found.sizes else "Methods",
             pictures=shown("grids"),
             tables=tables("configurations", "main", "heads", "heads-kv", "variants", "lr"),
         ),

@@ -52,7 +52,10 @@ def costs(
             if method not in values:
                 continue
             at = np.arange(len(order)) + (place - (len(methods) - 1) / 2) * width
-            axis.bar(at, values[method].astype(float), width * 0.92, color=look[method].color, linewidth=0)
+            axis.bar(
+                at, values[method].astype(float), width * 0.92, color=look[method].color, linewidth=0,
+                hatch=style.HATCHES[look[method].dash], edgecolor=style.PAPER,
+            )  # fmt: skip
         if ceilings and key in ceilings:
             axis.axhline(ceilings[key], color=style.INK, linestyle="--", linewidth=1.0)
         axis.set_xticks(
@@ -64,7 +67,7 @@ def costs(
             axis.set_yscale("log")
         axis.yaxis.set_major_formatter(style.plain_ticks())
         axis.set_ylabel(label)
-    style.legend(figure, methods, look, width_in=width_in)
+    style.legend(figure, methods, look, width_in=width_in, bars=True)
     return figure
 
 

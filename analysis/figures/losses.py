@@ -16,6 +16,9 @@ TAIL_EVALUATIONS: Final = 11  # as in the MHAR paper: mean of the last 11 evalua
 _MOST_POINTS: Final = 250  # a line; more cannot be seen and make the page heavy
 _MOST_LINES: Final = 24  # a panel; beyond, the mean of each method with its range
 _MOST_PANELS: Final = 9
+_MOST_METHODS: Final = 14  # with a colour, marker and dash of their own
+_MOST_NAMED: Final = 7  # of more than that
+_OTHER: Final = style.Look(color="#b5b6bd", marker="", dash="-")
 _SETTLED: Final = 0.2  # share of the training after which the whole range is shown
 
 
@@ -49,7 +52,11 @@ def loss_curves(
     left_out = max(0, len(sizes) - _MOST_PANELS)
     sizes = sizes[-_MOST_PANELS:]
     methods = sorted(points["method"].unique(), key=lambda name: (name != baseline, name))
-    look = style.looks(methods, baseline=baseline)
+    named = _named(points, methods, baseline)
+    look = style.looks(named, baseline=baseline if baseline in named else None)
+    if len(named) < len(methods):
+        look |= {name: _OTHER for name in methods if name not in look}
+        methods = [*(name for name in methods if name not in named), *named]  # the named ones are drawn over the others
     figure, axes = style.canvas(len(sizes), width_in=width_in, panel_height_in=2.2)
     for axis, size in zip(axes, sizes, strict=True):
         _panel(axis, points[points["size"] == size], methods, look, tail)
@@ -59,10 +66,22 @@ def loss_curves(
         if spec is not None and spec.is_first_col():
             axis.set_ylabel("held-out loss (nats)" if metric == "val/loss" else style.shorten(metric))
         axis.set_xlabel("step")
-    style.legend(figure, methods, look, width_in=width_in)
+    others = {f"{len(methods) - len(named)} other methods": _OTHER} if len(named) < len(methods) else {}
+    style.legend(figure, [*named, *others], {**look, **others}, width_in=width_in)
     if left_out:
         figure.suptitle(f"the {_MOST_PANELS} largest sizes; {left_out} smaller left out", fontsize=8, color=style.SOFT)
     return figure
+
+
+def _named(points: pd.DataFrame, methods: Sequence[str], baseline: str | None) -> list[str]:
+    """Methods that get a colour: all, or of many the baseline and those that end lowest."""
+    if len(methods) <= _MOST_METHODS:
+        return list(methods)
+    last = points.loc[points.groupby("run_key", observed=True)["step"].idxmax()]
+    lowest = last.groupby("method")["value"].mean().sort_values().index
+    kept = [baseline] if baseline in methods else []
+    kept += [name for name in lowest if name != baseline][: _MOST_NAMED - len(kept)]
+    return [str(name) for name in kept]
 
 
 def _sizes(table: pd.DataFrame, points: pd.DataFrame) -> list[str]:
@@ -85,7 +104,8 @@ def _panel(axis: Axes, points: pd.DataFrame, methods: Sequence[str], look: Mappi
             continue
         kept = look[method]
         if runs > _MOST_LINES:
-            by_step = mine.groupby("step")["value"].agg(["mean", "min", "max"])
+            by_step = mine.groupby("step")["value"].agg(["mean", "min", "max", "size"])
+            by_step = by_step[by_step["size"] >= by_step["size"].max() / 2]  # beyond, the few longest runs alone
             axis.plot(by_step.index, by_step["mean"], color=kept.color, linestyle=kept.dash, linewidth=1.4)
             axis.fill_between(by_step.index, by_step["min"], by_step["max"], color=kept.color, alpha=0.14, linewidth=0)
             steps.extend(by_step.index)
@@ -94,7 +114,7 @@ def _panel(axis: Axes, points: pd.DataFrame, methods: Sequence[str], look: Mappi
             line = line.sort_values("step")
             stride = max(1, len(line) // _MOST_POINTS)
             line = line.iloc[::-stride][::-1]  # the last point is always kept
-            marker = kept.marker if len(line) <= 2 else None
+            marker = (kept.marker or None) if len(line) <= 2 else None
             axis.plot(
                 line["step"],
                 line["value"],

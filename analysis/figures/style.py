@@ -31,6 +31,7 @@ PAPER: Final = "#fefefe"
 PALETTE: Final = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6d00")
 _MARKERS: Final = ("o", "s", "^", "D", "v", "P", "X")
 _DASHES: Final[tuple[Literal["-", "--", ":", "-."], ...]] = ("-", "--", ":", "-.")
+HATCHES: Final = {"-": "", "--": "////", ":": "....", "-.": "xxxx"}  # of bars, which have neither marker nor dash
 WIDE_IN: Final = 7.0
 NARROW_IN: Final = 3.75  # a phone 390 px wide, less its margins
 
@@ -211,13 +212,20 @@ def end_labels(
         )
 
 
-def legend(figure: Figure, methods: Sequence[str], look: Mapping[str, Look], *, width_in: float) -> None:
-    """One legend under the figure, for many methods or many panels."""
-    handles = [
-        mpl.lines.Line2D([], [], color=look[m].color, marker=look[m].marker, linestyle=look[m].dash, label=shorten(m))
-        for m in methods
-    ]
-    columns = max(1, min(len(handles), int(width_in / 1.3)))
+def legend(
+    figure: Figure, methods: Sequence[str], look: Mapping[str, Look], *, width_in: float, bars: bool = False
+) -> None:
+    """One legend under the figure, for many methods or many panels; ``bars``: of bars, not of lines."""
+    handles: list[Any] = []
+    for m in methods:
+        if bars:
+            hatch = HATCHES[look[m].dash]
+            handles.append(mpl.patches.Patch(facecolor=look[m].color, hatch=hatch, edgecolor=PAPER, label=shorten(m)))
+        else:
+            mine = {"color": look[m].color, "marker": look[m].marker, "linestyle": look[m].dash}
+            handles.append(mpl.lines.Line2D([], [], **mine, label=shorten(m)))
+    longest = max((len(handle.get_label()) for handle in handles), default=0)
+    columns = max(1, min(len(handles), int(width_in / (0.55 + 0.075 * longest))))
     width, height = figure.get_size_inches()
     figure.set_size_inches(width, height + 0.19 * -(-len(handles) // columns))  # room for its lines, however many
     figure.legend(handles=handles, loc="outside lower center", ncols=columns)

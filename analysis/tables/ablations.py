@@ -13,15 +13,25 @@ from scaling.analysis.tables.table import Column, Table
 
 
 def main(runs: pd.DataFrame, *, baseline: str | None, sd: float | None = None, dropped: int = 0) -> Table:
-    """Mean loss of each method at each size, and its difference to the baseline."""
+    """Mean loss of each method at each size (of all runs where none has one), and its difference to the baseline."""
+    sized = bool(runs["size"].notna().any())
+    if not sized:
+        runs = runs.assign(size="all runs")
     grid = gather(runs, ["size", "method"], within=["size"], sd=sd)
-    frame = _by_size(grid.frame, runs)
-    columns = [Column(key="size", label="size"), Column(key="method", label="method"), *_means()]
+    frame = _by_size(grid.frame, runs) if sized else grid.frame.sort_values("mean").assign(mean_mark=grid.frame["mark"])
+    columns = [Column(key="size", label="size")] if sized else []
+    columns += [Column(key="method", label="method"), *_means()]
+    if not sized and runs["tokens"].nunique() > 1:
+        tokens = runs.groupby("method")["tokens"].agg(["min", "max"]).astype(float)
+        frame = frame.assign(fewest=frame["method"].map(tokens["min"]), most=frame["method"].map(tokens["max"]))
+        columns.append(Column(key="fewest", label="fewest tokens", kind="integer"))
+        columns.append(Column(key="most", label="most tokens", kind="integer"))
     if baseline is not None:
         base = frame[frame["method"] == baseline].set_index("size")["mean"]
         frame = frame.assign(delta=frame["mean"] - frame["size"].map(base))
         columns.append(Column(key="delta", label=f"minus {baseline}", kind="number", digits=3))
-    return _table("main", "Methods by size", grid, frame, columns, "method", dropped)
+    title = "Methods by size" if sized else "Methods"
+    return _table("main", title, grid, frame, columns, "method", dropped)
 
 
 def heads(runs: pd.DataFrame, *, sd: float | None = None, dropped: int = 0) -> Table:
@@ -137,13 +147,14 @@ def _table(
 ) -> Table:
     seeds = grid.frame["n"]
     counted = f"{int(seeds.min())}" if seeds.min() == seeds.max() else f"{int(seeds.min())} to {int(seeds.max())}"
+    counted += " run" if counted == "1" else " runs"
     spread = (
         f"{grid.level:.0%} t intervals, spread of one run {grid.source}, {grid.df:g} degrees of freedom"
         if grid.df > 0
         else "no intervals: one run a cell and no known noise"
     )
     caption = (
-        f"Mean held-out loss at the last step, {counted} runs a cell; {spread}. Bold: the best {axis}, apart from "
+        f"Mean held-out loss at the last step, {counted} a cell; {spread}. Bold: the best {axis}, apart from "
         f"all others "
         f"by more than the noise; = the best and what is not distinguishable from it.{dropped_text(dropped)}"
     )
