@@ -7,6 +7,7 @@ comparisons of methods read them through here.
 
 from __future__ import annotations
 
+import re
 from typing import Final
 
 import pandas as pd
@@ -63,6 +64,16 @@ def at_best_rate(runs: pd.DataFrame) -> pd.DataFrame:
     mean = runs["val_loss"].astype(float).groupby([*keys, rate], dropna=False).transform("mean")
     least = mean.groupby(keys, dropna=False).transform("min")
     return runs[rate.isna() | (mean == least) | mean.isna()]
+
+
+def natural(name: str) -> tuple[tuple[int, float, str], ...]:
+    """Sort key of names in which numbers count as numbers.
+
+    >>> sorted(["mhar H=16", "mhar H=2", "attnres"], key=natural)
+    ['attnres', 'mhar H=2', 'mhar H=16']
+    """
+    pieces = re.split(r"(\d+(?:\.\d+)?)", name)
+    return tuple((0, float(piece), "") if piece[:1].isdigit() else (1, 0.0, piece) for piece in pieces)
 
 
 def _sizes(runs: pd.DataFrame) -> pd.Series:

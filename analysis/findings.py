@@ -6,12 +6,12 @@ not an error here: it becomes a ``Failure`` with its reason, which the report pr
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import pandas as pd
 
-from scaling.analysis.arms import by_condition, by_option
+from scaling.analysis.arms import by_condition, by_option, natural
 from scaling.analysis.readings import Curve, Delta, Noise, Speedup
 from scaling.analysis.result import Caution, Result
 from scaling.analysis.supplements import Supplements, wide_scores
@@ -23,6 +23,32 @@ class Failure:
 
     what: str
     reason: str
+    method: str = ""  # where the same is asked of every method, and ``question`` has a * in place of its name
+    question: str = ""
+
+    @property
+    def sentence(self) -> str:
+        return f"{self.what}: {self.reason}."
+
+
+def grouped(failures: Sequence[Failure]) -> list[str]:
+    """Sentences on failures, methods that failed for one reason named together.
+
+    >>> asked = "The compute that * saves"
+    >>> grouped([Failure(what="", question=asked, reason="two scales", method=m) for m in ("hc", "mhc")])
+    ['The compute that each of hc, mhc saves: two scales.']
+    """
+    alike: dict[tuple[str, str], list[Failure]] = {}
+    for failure in failures:
+        alike.setdefault((failure.question or failure.what, failure.reason), []).append(failure)
+    lines = []
+    for (question, _), together in alike.items():
+        if len(together) == 1:
+            lines.append(together[0].sentence)
+            continue
+        methods = ", ".join(failure.method for failure in together)
+        lines.append(f"{question.replace('*', f'each of {methods}', 1)}: {together[0].reason}.")
+    return lines
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,7 +106,9 @@ class Findings:
     @property
     def methods(self) -> list[str]:
         """Methods as compared, the baseline first."""
-        return sorted(self.compared["method"].dropna().unique(), key=lambda name: (name != self.baseline, name))
+        return sorted(
+            self.compared["method"].dropna().unique(), key=lambda name: (name != self.baseline, natural(name))
+        )
 
     @property
     def sizes(self) -> list[str]:

@@ -196,6 +196,10 @@ def _screened(runs: pd.DataFrame, log: _Log) -> set[int]:
     return set(range(len(runs))) - {int(row) for row in kept}
 
 
+def _refused(question: str, reason: str, method: str) -> Failure:
+    return Failure(what=question.replace("*", method, 1), reason=reason.rstrip("."), method=method, question=question)
+
+
 def _lost(runs: pd.DataFrame, row: int | None, run: str | None, reason: str) -> tuple[str, str]:
     if run is None and row is not None and 0 <= row < len(runs):
         name = runs["name"].iloc[row]
@@ -216,7 +220,7 @@ def _speedups(runs: pd.DataFrame, baseline: str, rng: int, log: _Log) -> _Speedu
     for method, result in found.items():
         if result.status == "refused":
             reason = result.warnings[-1].message if result.warnings else "refused"
-            log.failures.append(Failure(what=f"The compute that {method} saves", reason=reason.rstrip(".")))
+            log.failures.append(_refused("The compute that * saves", reason, method))
             continue
         nothing: tuple[Curve, ...] = ()
         pair = log.ask(f"The law of {method}", partial(_pair, cells, baseline, method, result), nothing)
@@ -249,7 +253,7 @@ def _deltas(runs: pd.DataFrame, baseline: str, log: _Log) -> tuple[Delta, ...]:
     for method, result in found.items():
         if result.status == "refused":
             reason = result.warnings[-1].message if result.warnings else "refused"
-            log.failures.append(Failure(what=f"The difference of {method}", reason=reason.rstrip(".")))
+            log.failures.append(_refused("The difference of *", reason, method))
         else:
             kept.extend(read_deltas(method, result))
     return tuple(kept)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from scaling.analysis import catalog
-from scaling.analysis.findings import Findings
+from scaling.analysis.findings import Findings, grouped
 from scaling.analysis.gallery import Picture
 from scaling.analysis.page import Section
 from scaling.analysis.tables import beside, core
@@ -125,7 +125,7 @@ def _routes(found: Findings) -> bool:
 
 
 def _failed(found: Findings, word: str) -> list[str]:
-    return [f"{failure.what}: {failure.reason}." for failure in found.failures if word in failure.what.lower()]
+    return grouped([failure for failure in found.failures if word in failure.what.lower()])
 
 
 def _methods(found: Findings) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from scaling.analysis import digits
-from scaling.analysis.findings import Findings
+from scaling.analysis.findings import Findings, grouped
 from scaling.analysis.readings import OVER_SIZES, Delta, Speedup
 
 
@@ -29,6 +29,7 @@ _FEW_SCALES = 5
 _FEW_SEEDS = 3
 _MOST_LINES = 8
 _MOST_PLACES = 4
+_MOST_NAMES = 8
 
 
 def summarize(found: Findings) -> Summary:
@@ -37,8 +38,18 @@ def summarize(found: Findings) -> Summary:
     unknown: list[str] = []
     for item in found.speedups:
         _speedup(item, found.baseline or "", shown, unknown)
+    open_: dict[str, list[str]] = {}
     for method in dict.fromkeys(delta.method for delta in found.deltas):
-        _deltas(method, [d for d in found.deltas if d.method == method], found.baseline or "", shown, unknown)
+        mine = [d for d in found.deltas if d.method == method]
+        told = _deltas(method, mine, found.baseline or "", shown)
+        if told:
+            open_.setdefault(told, []).append(method)
+    for told, methods in open_.items():
+        names = ", ".join(methods[:_MOST_NAMES]) + (
+            f" and {len(methods) - _MOST_NAMES} more methods" if len(methods) > _MOST_NAMES else ""
+        )
+        each = "" if len(methods) == 1 else "each of "
+        unknown.append(f"Whether {each}{names} differs from {found.baseline} {told}")
     seed = next((noise for noise in found.noises if noise.counts_for_methods), None)
     if seed is not None:
         band = (
@@ -52,7 +63,7 @@ def summarize(found: Findings) -> Summary:
         )
     else:
         unknown.append("The noise between seeds is unknown: no method was run twice at the same size and settings.")
-    unknown.extend(f"{failure.what}: {failure.reason}." for failure in found.failures)
+    unknown.extend(grouped(found.failures))
     return Summary(
         headline=_headline(found),
         shown=_cut(shown),
@@ -94,7 +105,8 @@ def _speedup(item: Speedup, baseline: str, shown: list[str], unknown: list[str])
         )
 
 
-def _deltas(method: str, deltas: Sequence[Delta], baseline: str, shown: list[str], unknown: list[str]) -> None:
+def _deltas(method: str, deltas: Sequence[Delta], baseline: str, shown: list[str]) -> str:
+    """Adds what is shown; returns what is left open, for methods of which the same is open to be named together."""
     sizes = [delta for delta in deltas if delta.size != OVER_SIZES]
     overall = next((delta for delta in deltas if delta.size == OVER_SIZES), None)
     if overall is not None and overall.verdict != "undecided":
@@ -104,7 +116,7 @@ def _deltas(method: str, deltas: Sequence[Delta], baseline: str, shown: list[str
             f"{method} ends with a {overall.verdict} loss than {baseline}: by {size} nats per token on average over "
             f"{len(sizes)} sizes; taken alone, {alone} of the {len(sizes)} show it."
         )
-        return
+        return ""
     for verdict in ("lower", "higher"):
         sure = [delta for delta in sizes if delta.verdict == verdict]
         if sure:
@@ -117,10 +129,8 @@ def _deltas(method: str, deltas: Sequence[Delta], baseline: str, shown: list[str
         more = f" and {len(open_) - _MOST_PLACES} more" if len(open_) > _MOST_PLACES else ""
         fewest = min(delta.n for delta in open_)
         why = "the interval holds zero" if all(d.low is not None for d in open_) else "no interval leaves out zero"
-        unknown.append(
-            f"Whether {method} and {baseline} differ at {places}{more}: with {fewest} run{'s' if fewest != 1 else ''} "
-            f"of each, {why}."
-        )
+        return f"at {places}{more}: with {fewest} run{'s' if fewest != 1 else ''} of each, {why}."
+    return ""
 
 
 def _scope(found: Findings) -> list[str]:

@@ -10,6 +10,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 from matplotlib.patheffects import withStroke
 
+from scaling.analysis.arms import natural
 from scaling.analysis.figures import style
 
 _MOST_PANELS: Final = 4
@@ -42,7 +43,7 @@ def costs(
     if not measured:
         return style.empty("No run recorded its throughput or memory.", width_in=width_in)
     order = [size for size in (sizes or dict.fromkeys(frame["size"])) if size in set(frame["size"])]
-    methods = sorted(frame["method"].unique(), key=lambda name: (name != baseline, name))
+    methods = sorted(frame["method"].unique(), key=lambda name: (name != baseline, natural(name)))
     look = style.looks(methods, baseline=baseline)
     figure, axes = style.canvas(len(measured), width_in=width_in, panel_height_in=2.6)
     width = 0.8 / len(methods)

@@ -15,6 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patheffects import withStroke
 
+from scaling.analysis.arms import natural
 from scaling.analysis.digits import speedup as speedup_text
 from scaling.analysis.figures import style
 from scaling.analysis.readings import Curve, Speedup
@@ -94,7 +95,7 @@ def scaling_curves(
 
 
 def _order(methods: Sequence[str], baseline: str | None) -> list[str]:
-    return sorted(methods, key=lambda method: (method != baseline, method))
+    return sorted(methods, key=lambda method: (method != baseline, natural(method)))
 
 
 def _line(axis: Axes, curve: Curve, look: style.Look) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from scaling.analysis.arms import natural
 from scaling.analysis.figures import style
 from scaling.analysis.readings import Delta
 
@@ -35,7 +36,7 @@ def seed_deltas(
     if not deltas:
         return style.empty("No method shares a size and a seed with the baseline.", width_in=width_in)
     order = [*(sizes or ()), *(delta.size for delta in deltas)]
-    methods = sorted({delta.method for delta in deltas})
+    methods = sorted({delta.method for delta in deltas}, key=natural)
     look = style.looks([*methods, baseline], baseline=baseline)
     rows = sorted(deltas, key=lambda delta: (methods.index(delta.method), order.index(delta.size)))
     narrow = width_in <= style.NARROW_IN

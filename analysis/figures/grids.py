@@ -13,6 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 from numpy.typing import NDArray
 
+from scaling.analysis.arms import natural
 from scaling.analysis.figures import style
 from scaling.analysis.grids import Grid
 
@@ -96,7 +97,7 @@ def learning_rates(
     shown = [size for size in sizes if size in set(grid.frame["size"])][-_MOST_PANELS:]
     if not shown:
         return style.empty("No run records its learning rate.", width_in=width_in)
-    methods = sorted(grid.frame["method"].unique(), key=lambda name: (name != baseline, name))
+    methods = sorted(grid.frame["method"].unique(), key=lambda name: (name != baseline, natural(name)))
     look = style.looks(methods, baseline=baseline)
     figure, axes = style.canvas(len(shown), width_in=width_in, panel_height_in=2.2)
     for axis, size in zip(axes, shown, strict=True):

@@ -10,6 +10,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from scaling.analysis.arms import natural
 from scaling.analysis.figures import style
 
 TAIL_EVALUATIONS: Final = 11  # as in the MHAR paper: mean of the last 11 evaluations
@@ -51,7 +52,7 @@ def loss_curves(
     sizes = _sizes(table, points)
     left_out = max(0, len(sizes) - _MOST_PANELS)
     sizes = sizes[-_MOST_PANELS:]
-    methods = sorted(points["method"].unique(), key=lambda name: (name != baseline, name))
+    methods = sorted(points["method"].unique(), key=lambda name: (name != baseline, natural(name)))
     named = _named(points, methods, baseline)
     look = style.looks(named, baseline=baseline if baseline in named else None)
     if len(named) < len(methods):

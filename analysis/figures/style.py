@@ -24,6 +24,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
+from scaling.analysis.arms import natural
+
 INK: Final = "#1b1b1f"
 SOFT: Final = "#5f6068"
 GRID: Final = "#dcdde3"
@@ -92,7 +94,7 @@ class Look:
 
 def looks(methods: Sequence[str], *, baseline: str | None) -> dict[str, Look]:
     """A look for each method: the baseline in ink, the others in order of name."""
-    others = sorted(set(methods) - {baseline})
+    others = sorted(set(methods) - {baseline}, key=natural)
     found = {} if baseline is None else {baseline: Look(color=INK, marker="o", dash="-")}
     for place, method in enumerate(others):
         turn, colour = divmod(place, len(PALETTE))

@@ -72,8 +72,8 @@ TOY: Final[dict[str, dict[str, Any]]] = {
         "base": {"model": {"num_layers": 2, "num_kv_heads": 1}},
         "grid": {
             "cases": [
-                {"model.d_model": 16, "model.num_heads": 2, "model.d_ffn": 48},
-                {"model.d_model": 32, "model.num_heads": 4, "model.d_ffn": 96},
+                {"model.d_model": 16, "model.num_heads": 2, "model.d_ffn": 40},
+                {"model.d_model": 32, "model.num_heads": 4, "model.d_ffn": 80},
             ]
         },
     },
