@@ -82,13 +82,16 @@ def deltas(found: Findings) -> Picture | None:
         for seed, value in zip(d.seeds, d.deltas, strict=True)
     ]
     level = found.deltas[0].level
+    dots = (
+        "Each dot is one pair of runs with the same seed; " if rows else "Mean differences, runs not paired by seed; "
+    )
     shade = " Shaded: two standard deviations of seed noise either way." if sd is not None else ""
     alt = "; ".join(f"{d.method} at {d.size}: {d.mean:.3g}, {d.verdict}" for d in found.deltas[:24])
     return Picture(
         name="seed-deltas",
         section="seeds",
         title="Loss differences by seed",
-        caption=f"Each dot is one pair of runs with the same seed; bars are {level:.0%} intervals of the mean, cut "
+        caption=f"{dots}bars are {level:.0%} intervals of the mean, cut "
         f"at the "
         f"edge where they are far wider than the dots. Left of zero: lower loss than {baseline}.{shade}",
         alt=f"Loss minus {baseline}'s: {alt}.",

@@ -316,9 +316,9 @@ def _needs(deltas: Sequence[Delta], log: _Log) -> list[str]:
         power = log.ask(f"What it takes to judge {delta.method}", question, floor)
         for needed in power.details.get("needed", ()):
             seeds = needed["seeds_to_find_difference"]
-            often = "more than 1,000" if seeds > 1000 else f"{seeds:,}"
+            often = "More than 1,000" if seeds > 1000 else f"About {seeds:,}"
             lines.append(
-                f"About {often} seeds of each method at each size to find, 8 times out of 10, a difference as small as "
+                f"{often} seeds of each method at each size to find, 8 times out of 10, a difference as small as "
                 f"the one measured for {delta.method} ({digits.number(abs(delta.mean), digits=2)} nats), if it is real."
             )
     return lines

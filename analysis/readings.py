@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
 from scaling.analysis.result import Result
@@ -158,6 +158,8 @@ def read_deltas(method: str, result: Result) -> tuple[Delta, ...]:
             )
         )
     joint = details.get("joint")
+    if len(found) == 1 and multiple.get("methods", 1) > 1:
+        found[0] = replace(found[0], p_adjusted=_finite(multiple.get("dunnett")))
     if len(found) > 1:
         found.append(
             Delta(

@@ -38,18 +38,7 @@ def summarize(found: Findings) -> Summary:
     unknown: list[str] = []
     for item in found.speedups:
         _speedup(item, found.baseline or "", shown, unknown)
-    open_: dict[str, list[str]] = {}
-    for method in dict.fromkeys(delta.method for delta in found.deltas):
-        mine = [d for d in found.deltas if d.method == method]
-        told = _deltas(method, mine, found.baseline or "", shown)
-        if told:
-            open_.setdefault(told, []).append(method)
-    for told, methods in open_.items():
-        names = ", ".join(methods[:_MOST_NAMES]) + (
-            f" and {len(methods) - _MOST_NAMES} more methods" if len(methods) > _MOST_NAMES else ""
-        )
-        each = "" if len(methods) == 1 else "each of "
-        unknown.append(f"Whether {each}{names} differs from {found.baseline} {told}")
+    _deltas(found, shown, unknown)
     seed = next((noise for noise in found.noises if noise.counts_for_methods), None)
     if seed is not None:
         band = (
@@ -105,32 +94,67 @@ def _speedup(item: Speedup, baseline: str, shown: list[str], unknown: list[str])
         )
 
 
-def _deltas(method: str, deltas: Sequence[Delta], baseline: str, shown: list[str]) -> str:
-    """Adds what is shown; returns what is left open, for methods of which the same is open to be named together."""
-    sizes = [delta for delta in deltas if delta.size != OVER_SIZES]
-    overall = next((delta for delta in deltas if delta.size == OVER_SIZES), None)
-    if overall is not None and overall.verdict != "undecided":
-        alone = sum(delta.verdict == overall.verdict for delta in sizes)
-        size = digits.estimate(overall.mean, overall.low, overall.high)
-        shown.append(
-            f"{method} ends with a {overall.verdict} loss than {baseline}: by {size} nats per token on average over "
-            f"{len(sizes)} sizes; taken alone, {alone} of the {len(sizes)} show it."
-        )
-        return ""
-    for verdict in ("lower", "higher"):
-        sure = [delta for delta in sizes if delta.verdict == verdict]
+def _deltas(found: Findings, shown: list[str], unknown: list[str]) -> None:
+    """What the differences of loss decide, and what they leave open; methods of which the same holds stand together."""
+    methods = list(dict.fromkeys(delta.method for delta in found.deltas))
+    baseline = found.baseline or ""
+    together = len(methods) > 1 and all(delta.size == found.deltas[0].size for delta in found.deltas)
+    if together:
+        _at_one_place(found, shown)
+    open_: dict[tuple[str, str], list[Delta]] = {}
+    for method in methods:
+        sizes = [d for d in found.deltas if d.method == method and d.size != OVER_SIZES]
+        overall = next((d for d in found.deltas if d.method == method and d.size == OVER_SIZES), None)
+        if overall is not None and overall.verdict != "undecided":
+            alone = sum(delta.verdict == overall.verdict for delta in sizes)
+            shown.append(
+                f"{method} ends with a {overall.verdict} loss than {baseline}: by {_size(overall)} nats per token on "
+                f"average over {len(sizes)} sizes; taken alone, {alone} of the {len(sizes)} show it."
+            )
+            continue
+        for verdict in ("lower", "higher"):
+            sure = [delta for delta in sizes if delta.verdict == verdict]
+            if sure and not together:
+                where = [f"{d.size} ({_size(d)})" for d in sure]
+                shown.append(f"{method} ends with a {verdict} loss than {baseline} at {_listed(where, _MOST_PLACES)}.")
+        rest = [delta for delta in sizes if delta.verdict == "undecided"]
+        if rest:
+            why = "the interval holds zero" if all(d.low is not None for d in rest) else "no interval leaves out zero"
+            place = f" at {_listed([d.size for d in rest], _MOST_PLACES)}" if found.sizes else ""
+            open_.setdefault((place, why), []).append(min(rest, key=lambda delta: delta.n))
+    for (place, why), deltas in open_.items():
+        counts = sorted({delta.n for delta in deltas})
+        runs = f"{counts[0]} run" if counts == [1] else f"{counts[0]} runs" if len(counts) == 1 else ""
+        runs = runs or f"{counts[0]} to {counts[-1]} runs"
+        each = "each of " if len(deltas) > 1 else ""
+        names = _listed([delta.method for delta in deltas], _MOST_NAMES)
+        unknown.append(f"Whether {each}{names} differs from {baseline}{place}: with {runs} of a method, {why}.")
+
+
+def _at_one_place(found: Findings, shown: list[str]) -> None:
+    """Several methods at one size (or without sizes): who is better and worse, most first, and luck's share."""
+    for verdict, sign in (("lower", 1.0), ("higher", -1.0)):
+        sure = sorted((d for d in found.deltas if d.verdict == verdict), key=lambda delta: sign * delta.mean)
         if sure:
-            places = ", ".join(f"{d.size} ({digits.estimate(d.mean, d.low, d.high)})" for d in sure[:_MOST_PLACES])
-            more = f" and {len(sure) - _MOST_PLACES} more" if len(sure) > _MOST_PLACES else ""
-            shown.append(f"{method} ends with a {verdict} loss than {baseline} at {places}{more}.")
-    open_ = [delta for delta in sizes if delta.verdict == "undecided"]
-    if open_:
-        places = ", ".join(delta.size for delta in open_[:_MOST_PLACES])
-        more = f" and {len(open_) - _MOST_PLACES} more" if len(open_) > _MOST_PLACES else ""
-        fewest = min(delta.n for delta in open_)
-        why = "the interval holds zero" if all(d.low is not None for d in open_) else "no interval leaves out zero"
-        return f"at {places}{more}: with {fewest} run{'s' if fewest != 1 else ''} of each, {why}."
-    return ""
+            names = _listed([f"{delta.method} ({_size(delta)})" for delta in sure], _MOST_NAMES)
+            count = f"{len(sure)} of {len(found.deltas)} methods"
+            shown.append(f"A {verdict} loss than {found.baseline} by more than the noise: {count}. {names}.")
+    expected = (1 - found.deltas[0].level) * len(found.deltas)
+    if expected >= 1 and shown:
+        adjusted = any(delta.p_adjusted is not None for delta in found.deltas)
+        shown.append(
+            f"{len(found.deltas)} methods were compared: if all were equal, about {expected:.0f} would stand here by luck"
+            + ("; the column of adjusted p corrects for that." if adjusted else ".")
+        )
+
+
+def _size(delta: Delta) -> str:
+    return digits.estimate(delta.mean, delta.low, delta.high)
+
+
+def _listed(names: Sequence[str], most: int) -> str:
+    """The first names, and how many more there are."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def _scope(found: Findings) -> list[str]:

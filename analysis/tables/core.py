@@ -160,7 +160,7 @@ def seed_deltas(found: Sequence[Delta], *, baseline: str, dropped: int = 0) -> T
             Column(key="method", label="method"),
             Column(key="size", label="size"),
             Column(key="delta", label="loss difference [interval] (nats)", kind="estimate"),
-            Column(key="n", label="pairs", kind="integer"),
+            Column(key="n", label="pairs" if any(d.paired for d in found) else "runs of each", kind="integer"),
             Column(key="test", label="test"),
             Column(key="p", label="p", kind="number", digits=2),
             Column(key="p_adjusted", label="p, adjusted", kind="number", digits=2),
@@ -171,22 +171,22 @@ def seed_deltas(found: Sequence[Delta], *, baseline: str, dropped: int = 0) -> T
         if column.key not in {"p", "p_adjusted", "smallest_p", "rho"} or any(r[column.key] is not None for r in rows)
     )
     level = found[0].level if found else 0.95
-    pairs = sorted({delta.n for delta in found})
-    seeds = (
-        "no pairs"
-        if not pairs
-        else _plural(pairs[0], "pair")
-        if len(pairs) == 1
-        else f"{pairs[0]} to {pairs[-1]} pairs"
+    paired = any(delta.paired for delta in found)
+    counts = sorted({delta.n for delta in found})
+    word = "pair" if paired else "run"
+    many = "no pairs" if not counts else _plural(counts[0], word) if len(counts) == 1 else ""
+    many = many or f"{counts[0]} to {counts[-1]} {word}s"
+    how = (
+        f"Loss of a method minus {baseline}'s with the same seed (same token order, same initial values), {many} a cell"
+        if paired
+        else f"Mean loss of a method minus {baseline}'s, {many} of a method; runs are not paired by seed (no seeds in "
+        "common, or no correlation between runs that share one)"
     )
-    caption = (
-        f"Loss of a method minus {baseline}'s with the same seed (same token order, same initial values), {seeds} "
-        f"a cell; "
-        f"{level:.0%} t interval. Negative is better than {baseline}.{dropped_text(dropped)}"
-    )
-    return Table(
-        name="seed-deltas", title="Paired seeds", caption=caption, columns=columns, frame=_frame(rows, columns)
-    )
+    methods = len({delta.method for delta in found})
+    luck = f" p, adjusted: for {methods} methods compared with one baseline (Dunnett)." if methods > 1 else ""
+    caption = f"{how}; {level:.0%} t interval. Negative is better than {baseline}.{luck}{dropped_text(dropped)}"
+    title = "Paired seeds" if paired else "Loss differences"
+    return Table(name="seed-deltas", title=title, caption=caption, columns=columns, frame=_frame(rows, columns))
 
 
 def noise(found: Sequence[Noise], *, level: float = 0.95) -> Table:
