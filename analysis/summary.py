@@ -143,8 +143,8 @@ def _at_one_place(found: Findings, shown: list[str]) -> None:
     if expected >= 1 and shown:
         adjusted = any(delta.p_adjusted is not None for delta in found.deltas)
         shown.append(
-            f"{len(found.deltas)} methods were compared: if all were equal, about {expected:.0f} would stand here by luck"
-            + ("; the column of adjusted p corrects for that." if adjusted else ".")
+            f"{len(found.deltas)} methods were compared: if all were equal, about {expected:.0f} would stand here "
+            f"by luck" + ("; the column of adjusted p corrects for that." if adjusted else ".")
         )
 
 

@@ -78,6 +78,7 @@ def scaling_curves(
             _line(upper, curves[method], look[method])
             ends[method] = (curves[method].x[-1], curves[method].loss[-1])
     style.log_axis(upper, "x")
+    upper.yaxis.set_major_formatter(style.plain_ticks())
     upper.set_ylabel("held-out loss (nats per token)")
     upper.margins(x=0.04)
     shown = [s for s in speedups if s.scales][:_MOST_ARROW_METHODS]
@@ -178,4 +179,5 @@ def _differences(
                     linewidth=0,
                 )
     axis.axhline(0, color=style.SOFT, linewidth=0.8)
+    axis.yaxis.set_major_formatter(style.plain_ticks())
     axis.set_ylabel(f"loss minus {style.shorten(baseline, 14)}'s law")

@@ -40,22 +40,27 @@ def seed_deltas(
     look = style.looks([*methods, baseline], baseline=baseline)
     rows = sorted(deltas, key=lambda delta: (methods.index(delta.method), order.index(delta.size)))
     narrow = width_in <= style.NARROW_IN
-    if len(rows) > _MOST_ROWS and len(methods) > 1:
+    one_place = len({delta.size for delta in rows}) == 1
+    if one_place:
+        rows = sorted(rows, key=lambda delta: delta.mean)
+    if len(rows) > _MOST_ROWS and len(methods) > 1 and len(rows) > 2 * len(methods):
         most = max(sum(delta.method == method for delta in rows) for method in methods)
         figure, axes = style.canvas(len(methods), width_in=width_in, panel_height_in=0.75 + 0.24 * most, share_x=True)
         groups = [[delta for delta in rows if delta.method == method] for method in methods]
         for axis, group in zip(axes, groups, strict=True):
             _panel(axis, group, look, noise_sd, [style.shorten(delta.size, 12) for delta in group])
-            axis.set_title(style.shorten(group[0].method, 26), color=look[group[0].method].color)
+            axis.set_title(style.shorten(group[0].method, 22), color=look[group[0].method].color)
         figure.supxlabel(_label(baseline, narrow), fontsize=9)
     else:
-        height = max(1.9, 0.9 + 0.27 * len(rows) + 0.12 * len(methods))
+        height = max(1.9, 0.9 + 0.27 * len(rows) + (0 if one_place else 0.12 * len(methods)))
         figure = Figure(figsize=(width_in, height), layout="constrained")
         axes = [figure.subplots()]
         names = [
-            f"{style.shorten(delta.method, 14 if narrow else 26)} · {style.shorten(delta.size, 10)}" for delta in rows
+            style.shorten(delta.method, 14 if narrow else 26)
+            + ("" if one_place else f" · {style.shorten(delta.size, 10)}")
+            for delta in rows
         ]
-        _panel(axes[0], rows, look, noise_sd, names)
+        _panel(axes[0], rows, look, noise_sd, names, gaps=not one_place)
         axes[0].set_xlabel(_label(baseline, narrow))
     for axis in axes:
         _limits(axis, rows, noise_sd)
@@ -70,14 +75,20 @@ def _label(baseline: str, narrow: bool) -> str:
 
 
 def _panel(
-    axis: Axes, rows: Sequence[Delta], look: Mapping[str, style.Look], noise_sd: float | None, names: Sequence[str]
+    axis: Axes,
+    rows: Sequence[Delta],
+    look: Mapping[str, style.Look],
+    noise_sd: float | None,
+    names: Sequence[str],
+    *,
+    gaps: bool = True,
 ) -> None:
     if noise_sd is not None and np.isfinite(noise_sd):
         axis.axvspan(-2 * noise_sd, 2 * noise_sd, color=style.SOFT, alpha=0.13, linewidth=0)
     axis.axvline(0, color=style.INK, linewidth=0.9)
     places: list[float] = []
     for delta in rows:
-        turn = places and delta.method != rows[len(places) - 1].method
+        turn = gaps and places and delta.method != rows[len(places) - 1].method
         place = places[-1] + (1.5 if turn else 1.0) if places else 0.0
         mine = look[delta.method]
         axis.plot(

@@ -26,6 +26,7 @@ def noise_floor(
     if not noises and not effects:
         return style.empty("No noise could be measured: no cell has two seeds.", width_in=width_in)
     narrow = width_in <= style.NARROW_IN
+    one_place = len({delta.size for delta in effects}) == 1
     look = style.looks([*{delta.method for delta in effects}, baseline], baseline=baseline)
     figure = Figure(figsize=(width_in, max(1.9, 0.9 + 0.29 * (len(noises) + len(effects)))), layout="constrained")
     axis = figure.subplots()
@@ -43,7 +44,8 @@ def noise_floor(
             axis.axvline(noise.sd, color=style.SOFT, linewidth=0.9, linestyle="--")
     for delta in effects:
         place = len(names)
-        names.append(f"{style.shorten(delta.method, 12 if narrow else 22)} · {style.shorten(delta.size, 8)}")
+        size = "" if one_place else f" · {style.shorten(delta.size, 8)}"
+        names.append(style.shorten(delta.method, 12 if narrow else 22) + size)
         mine = look[delta.method]
         decided = delta.verdict != "undecided"
         if decided and delta.low is not None and delta.high is not None:

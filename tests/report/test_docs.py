@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 
+import pandas as pd
 import pytest
+from typer.testing import CliRunner
 
+from scaling.cli.main import app
 from tests.conftest import ROOT
 
 DOCS = sorted((ROOT / "docs").glob("*.md"))
@@ -39,19 +39,27 @@ def test_files_that_guides_name_exist() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", DOCS, ids=lambda path: path.name)
-def test_every_command_runs(path: Path, planted: ModuleType, tmp_path: Path) -> None:
+def test_every_command_runs(path: Path, planted: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runs = planted.table(seeds=3)
     runs.to_parquet(tmp_path / "runs.parquet")
     names = {"n_params_non_embedding": "params", "val_loss": "final_loss", "method": "optimizer"}
     foreign = runs[["method", "n_params_non_embedding", "tokens", "val_loss", "seed"]].rename(columns=names)
     foreign.replace({"baseline": "adam"}).to_csv(tmp_path / "runs.csv", index=False)
     shutil.copy(ROOT / "README.md", tmp_path)
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    shutil.copy(ROOT / "kernels" / "results.csv", tmp_path / "timings.csv")
+    scores = [("baseline", "MMLU", 50.1), ("baseline", "BBH", 31.2), ("mhar", "MMLU", 52.0), ("mhar", "BBH", 33.5)]
+    pd.DataFrame(scores, columns=["method", "task", "score"]).assign(se=0.4).to_csv(
+        tmp_path / "scores.csv", index=False
+    )
+    answers = [
+        {"item": i, "method": m, "correct": i % k > 0} for i in range(60) for m, k in (("baseline", 2), ("mhar", 3))
+    ]
+    pd.DataFrame(answers).to_csv(tmp_path / "answers.csv", index=False)
+    monkeypatch.chdir(tmp_path)
     for block in re.findall(r"```sh\n(.*?)```", path.read_text(encoding="utf-8"), flags=re.DOTALL):
         for line in filter(None, block.splitlines()):
             program, *words = shlex.split(line)
             assert program == "scaling"
-            command = [sys.executable, "-m", "scaling", *words]
-            done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
-            assert done.returncode == 0, f"{line}\n{done.stderr}"
-            assert done.stdout.strip(), line
+            called = CliRunner().invoke(app, words, catch_exceptions=False)
+            assert called.exit_code == 0, f"{line}\n{called.output}"
+            assert called.stdout.strip(), line
