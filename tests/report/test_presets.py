@@ -93,7 +93,7 @@ WANTED: Final[dict[str, set[str]]] = {
     "fair": {"main", "configurations", "seed-deltas", "noise", "added"},
     "mhar_heads": {"main", "heads", "heads-kv"},
     "mhar_lr": {"lr", "main"},
-    "mhar_main": {"main", "configurations", "speedups", "added", "throughput", "published-main"},
+    "mhar_main": {"main", "configurations", "speedups", "added", "throughput", "published-main", "disagreement"},
     "mhar_seeds": {"main", "seed-deltas", "noise"},
     "mhar_undertrained": {"heads", "heads-kv"},
     "mhar_width": {"main", "configurations"},
@@ -108,7 +108,7 @@ DRAWN: Final[dict[str, set[str]]] = {
     "fair": {"seed-deltas", "noise-floor"},
     "mhar_heads": {"heads", "heads-kv"},
     "mhar_lr": {"lr"},
-    "mhar_main": {"scaling-curves", "speedup-by-scale", "throughput"},
+    "mhar_main": {"scaling-curves", "speedup-by-scale", "throughput", "routing-weights", "disagreement"},
     "mhar_seeds": {"seed-deltas", "noise-floor"},
     "mhar_undertrained": {"heads", "heads-kv"},
     "msar_scaling": {"scaling-curves", "speedup-by-scale"},
@@ -140,6 +140,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, P
     assert len(unique) < sum(len(found.runs) for found in plans.values()), "presets share runs"
     report = run_local(replace(plans["fair"], runs=tuple(unique.values())), workers=1, threads=1)
     assert report.complete, [outcome for outcome in report.outcomes.values() if outcome.outcome != "done"]
+    largest = next(run for run in plans["mhar_main"].runs if run.config.model.residual.method == "mhar")
+    probe = ["probe", "disagreement", str(out / largest.key), "--sequences", "4", "--draws", "2", "--save"]
+    assert CliRunner().invoke(app, probe, catch_exceptions=False).exit_code == 0
     return out, plans
 
 
