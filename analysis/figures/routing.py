@@ -84,8 +84,8 @@ def disagreement(panels: Sequence[tuple[str, Probe]], *, width_in: float = style
         axis.xaxis.set_major_locator(MaxNLocator(nbins=8 if len(shown) == 1 else 4, integer=True))
         axis.yaxis.set_major_locator(style.few_ticks(4))
         axis.set_title(style.shorten(title, 36 if len(shown) == 1 else 20), fontsize=8)
+        axis.set_xlabel("site (sublayer that reads)" if len(shown) == 1 else "site")
     axes[0].set_ylabel("disagreement")
-    figure.supxlabel("site (sublayer that reads)", fontsize=9)
     handles = [
         Line2D([], [], color=style.PALETTE[0], marker="o", markersize=3.5, label="trained queries"),
         Line2D([], [], color=style.SOFT, linestyle="--", label="random queries of the same norm"),
