@@ -257,6 +257,49 @@ FACTS: Final[tuple[Fact, ...]] = (
     # Disagreement of trained queries over scale, less that of random ones.
     _one("disagreement", "mhar", "100m", "learned excess", 0.235, "appendix D", unit="", paper="MHAR"),
     _one("disagreement", "mhar", "1b", "learned excess", 0.606, "appendix D", unit="", paper="MHAR"),
+    *(
+        _one(
+            "disagreement",
+            "mhar",
+            "100m to 1b",
+            quantity,
+            value,
+            "appendix D",
+            unit="",
+            setting=setting,
+            paper="MHAR",
+            note="read off a range",
+        )
+        for quantity, setting, value in (
+            ("trained queries", "least", 0.27),
+            ("trained queries", "greatest", 0.70),
+            ("random queries", "least", 0.03),
+            ("random queries", "greatest", 0.10),
+        )
+    ),
+    # How noisy their losses are.
+    _one(
+        "noise",
+        "mhar",
+        "1b",
+        "single pass",
+        0.07,
+        "appendix C",
+        setting="±",
+        paper="MHAR",
+        note="of one validation pass",
+    ),
+    _one(
+        "noise",
+        "mhar",
+        "1b",
+        "tail mean",
+        0.02,
+        "section 4",
+        setting="±",
+        paper="MHAR",
+        note="last evaluations averaged",
+    ),
     # Throughput with fused kernels, one H100.
     *_row(
         "throughput",
@@ -279,6 +322,35 @@ FACTS: Final[tuple[Fact, ...]] = (
         "kernel timings",
         unit="ms a microbatch",
         setting="torch.compile",
+    ),
+    *(
+        _one(
+            "kernels",
+            "mhar",
+            "all",
+            "speedup of the fused kernels",
+            value,
+            "section 2",
+            unit="×",
+            setting=f"over {over}",
+            paper="MHAR",
+            note="routing time of a microbatch",
+        )
+        for over, value in (("torch.compile", 2.0), ("eager", 6.4))
+    ),
+    *(
+        _one(
+            "throughput",
+            "mhar",
+            "100m to 1b",
+            "throughput",
+            value,
+            "abstract",
+            unit="of baseline",
+            setting=setting,
+            paper="MHAR",
+        )
+        for setting, value in (("before fused kernels, least", 0.2), ("before fused kernels, greatest", 0.5))
     ),
     # 8B mid-training.
     _one(

@@ -12,8 +12,8 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, MaxNLocator
 from numpy.typing import NDArray
 
+from scaling.analysis.disagreement import Measured
 from scaling.analysis.figures import style
-from scaling.analysis.supplements import Probe
 
 Floats = NDArray[np.float64]
 _MOST_HEADS: Final = 16
@@ -63,7 +63,7 @@ def routing_weights(
     return figure
 
 
-def disagreement(panels: Sequence[tuple[str, Probe]], *, width_in: float = style.WIDE_IN) -> Figure:
+def disagreement(panels: Sequence[tuple[str, Measured]], *, width_in: float = style.WIDE_IN) -> Figure:
     """Disagreement of the heads at each site, one panel a probe, against random queries of the same norms.
 
     Lines are means over sequences; the shade is two standard deviations over random draws either way.

@@ -24,6 +24,7 @@ TITLES: Final = {
     "seeds": "Paired seeds",
     "width": "Width control",
     "disagreement": "Disagreement of routing heads",
+    "noise": "Noise of their losses",
     "throughput": "Throughput and overhead",
     "kernels": "Routing kernels",
     "midtraining": "Mid-training at 8B",
@@ -210,7 +211,7 @@ def _excess(fact: Fact, mine: _Mine) -> _Own | None:
 
 
 def _throughput(fact: Fact, mine: _Mine) -> _Own | None:
-    if mine.throughput is None:
+    if mine.throughput is None or fact.setting:  # a setting names their kernels of old
         return None
     rows = mine.throughput[mine.throughput["method"].isin(set(_matching(fact, mine)["method"]))]
     exact = rows[rows["size"] == fact.size]
