@@ -224,8 +224,10 @@ def legend(
             hatch = HATCHES[look[m].dash]
             handles.append(mpl.patches.Patch(facecolor=look[m].color, hatch=hatch, edgecolor=PAPER, label=shorten(m)))
         else:
-            mine = {"color": look[m].color, "marker": look[m].marker, "linestyle": look[m].dash}
-            handles.append(mpl.lines.Line2D([], [], **mine, label=shorten(m)))
+            mine = look[m]
+            handles.append(
+                mpl.lines.Line2D([], [], color=mine.color, marker=mine.marker, linestyle=mine.dash, label=shorten(m))
+            )
     longest = max((len(handle.get_label()) for handle in handles), default=0)
     columns = max(1, min(len(handles), int(width_in / (0.55 + 0.075 * longest))))
     width, height = figure.get_size_inches()

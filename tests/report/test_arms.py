@@ -16,7 +16,11 @@ def varied(planted: ModuleType, column: str, values: tuple[object, ...], *, only
     base: pd.DataFrame = planted.table(sizes=2, seeds=2)
     moved = base if only is None else base[base["method"] == only]
     rest = base.iloc[:0] if only is None else base[base["method"] != only]
-    parts = [moved.assign(**{column: value}, run_key=moved["run_key"] + str(value)) for value in values]
+    parts = []
+    for value in values:
+        part = moved.assign(run_key=moved["run_key"] + str(value))
+        part[column] = value
+        parts.append(part)
     return complete(pd.concat([rest, *parts], ignore_index=True))
 
 

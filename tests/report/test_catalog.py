@@ -46,10 +46,19 @@ def histories(planted: ModuleType, runs: pd.DataFrame) -> pd.DataFrame:
 def test_a_full_sweep_fills_every_table_and_figure(planted: ModuleType) -> None:
     runs = grid(planted)
     found = inquire(runs, histories(planted, runs), dropped=[("x", "diverged")])
-    empty = [name for name, entry in catalog.TABLES.items() if entry.build(found) is None]
-    assert empty == []
-    assert [name for name, entry in catalog.FIGURES.items() if entry.build(found) is None] == ["isoflop"]
-    for name in catalog.TABLES:
+    given = {
+        "variants",
+        "tasks",
+        "items",
+        "disagreement",
+        "steps",
+        "kernels",
+    }  # needs files or options: test_supplements
+    empty = {name for name, entry in catalog.TABLES.items() if entry.build(found) is None}
+    assert empty == given
+    undrawn = {name for name, entry in catalog.FIGURES.items() if entry.build(found) is None}
+    assert undrawn == {"isoflop", "steps", "kernels", "routing-weights", "disagreement"}
+    for name in catalog.TABLES.keys() - empty:
         for fmt in render.FORMATS:
             assert render.write(catalog.table(found, name), fmt)
     for picture in catalog.pictures(found):

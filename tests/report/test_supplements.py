@@ -128,10 +128,10 @@ def test_paired_answers_become_mcnemar_s_table(found: Findings, tmp_path: Path) 
             ]
     pd.DataFrame(rows).to_csv(tmp_path / "items.csv", index=False)
     found = replace(found, supplements=collect(items=str(tmp_path / "items.csv"), baseline="std"))
-    table = catalog.table(found, "items").frame.set_index("task")
-    assert table.loc["GSM8K", ["gains", "losses", "n"]].tolist() == [123, 81, 1319]
+    first = catalog.table(found, "items").frame.iloc[0]
+    assert (first["task"], first["gains"], first["losses"], first["n"]) == ("GSM8K", 123, 81, 1319)
     mid = 2 * stats.binom.cdf(81, 204, 0.5) - stats.binom.pmf(81, 204, 0.5)
-    assert table.loc["GSM8K", "p"] == pytest.approx(mid) and table.loc["GSM8K", "holm"] == pytest.approx(2 * mid)
+    assert first["p"] == pytest.approx(mid) and first["holm"] == pytest.approx(2 * mid)
     own = beside.published("midtraining", found).frame.set_index("setting")["own"]
     assert own.to_dict() == pytest.approx(
         {"GSM8K": 100 * 42 / 1319, "GPQA": 100 * 14 / 448}
@@ -192,3 +192,32 @@ def test_nothing_given_is_said_with_what_to_give(found: Findings) -> None:
             catalog.table(found, name)
     with pytest.raises(TableError, match="figure 'routing-weights': these runs have nothing for it; it needs --probe"):
         catalog.picture(found, "routing-weights")
+
+
+def test_options_of_a_method_stand_in_a_table_of_their_own(planted: ModuleType) -> None:
+    runs = planted.table(sizes=1, methods=("baseline", "msar"), seeds=2)
+    streams = runs[runs["method"] == "msar"].assign(variant="streams=2", run_key=lambda part: part["run_key"] + "2")
+    streams = streams.assign(val_loss=streams["val_loss"] + 1.0, curve_hash=streams["run_key"])
+    found = planted.findings(runs)
+    table = catalog.table(replace(found, table=pd.concat([runs, streams], ignore_index=True)), "variants")
+    rows = {(row["method"], row["variant"]): row["mean_mark"] for row in table.frame.to_dict(orient="records")}
+    assert set(rows) == {("baseline", "defaults"), ("msar", "defaults"), ("msar", "streams=2")}
+    assert rows["msar", "streams=2"] == ""
+    with pytest.raises(TableError, match="it needs two or more options of a method at a size"):
+        catalog.table(found, "variants")
+
+
+def test_configurations_and_what_methods_added_are_counted_from_the_runs(planted: ModuleType) -> None:
+    runs = planted.table(sizes=2, methods=("baseline", "mhar"))
+    runs["layers"], runs["width"] = 4, 96
+    more = runs["method"].eq("mhar")
+    runs.loc[more, "n_params"] += 1000
+    runs.loc[more, "flops"] *= 1.005
+    found = planted.findings(runs)
+    shapes = catalog.table(found, "configurations").frame
+    assert shapes["size"].tolist() == ["0.05m", "0.158m"] and shapes["layers"].tolist() == [4.0, 4.0]
+    assert shapes["ratio"].tolist() == pytest.approx([20.0, 20.0]) and shapes["n"].tolist() == [4, 4]
+    added = catalog.table(found, "added").frame
+    mine = added[added["method"] == "mhar"]
+    assert mine["flops_added"].tolist() == pytest.approx([0.5, 0.5])
+    assert mine["n_params_added"].tolist() == pytest.approx([100 * 1000 / 150_000, 100 * 1000 / 258_113], rel=1e-3)
