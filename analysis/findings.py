@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 import pandas as pd
 
@@ -15,6 +16,9 @@ from scaling.analysis.arms import by_condition, by_option, natural
 from scaling.analysis.readings import Curve, Delta, Noise, Speedup
 from scaling.analysis.result import Caution, Result
 from scaling.analysis.supplements import Supplements, wide_scores
+
+
+NOISE: Final = "The noise between seeds"  # what is asked first of all
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -54,7 +54,7 @@ def curves(found: Findings) -> Picture | None:
         name="scaling-curves",
         section="speedups",
         title="Loss against compute",
-        caption=f"Points: runs ({found.num_seeds or 'no'} seeds).{laws}{arrows}{base} "
+        caption=f"Points: runs ({found.num_seeds or 'no'} seed{'s' * (found.num_seeds != 1)}).{laws}{arrows}{base} "
         f"{convention_text(found.conventions)}"
         f"{dropped_text(len(found.dropped))}",
         alt=f"Held-out loss against {AXES.get(found.x, found.x)} for {', '.join(found.methods[:12])}. {_told(found)}",

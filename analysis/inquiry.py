@@ -15,7 +15,7 @@ import pandas as pd
 
 from scaling.analysis import digits
 from scaling.analysis.arms import at_best_rate, by_condition, by_option
-from scaling.analysis.findings import Failure, Findings, by_parameters
+from scaling.analysis.findings import NOISE, Failure, Findings, by_parameters
 from scaling.analysis.readings import OVER_SIZES, Curve, Delta, Noise, Speedup, read_deltas, read_noise, read_speedup
 from scaling.analysis.result import Caution, Result
 from scaling.analysis.schema import COLUMNS
@@ -106,7 +106,7 @@ def inquire(
     if base is not None and others:
         deltas = log.ask("The differences of loss", lambda: _by_size(_deltas(compared, base, log), compared), deltas)
     noises: tuple[Noise, ...] = ()
-    noises = log.ask("The noise between seeds", lambda: _noises(runs, log), noises)
+    noises = log.ask(NOISE, lambda: _noises(runs, log), noises)
     if runs["flops"].notna().any():
         _fits(best, base, rng, log)
     given = supplements or Supplements()

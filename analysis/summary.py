@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from scaling.analysis import digits
-from scaling.analysis.findings import Findings, grouped
+from scaling.analysis.findings import NOISE, Findings, grouped
 from scaling.analysis.readings import OVER_SIZES, Delta, Speedup
 
 
@@ -52,7 +52,7 @@ def summarize(found: Findings) -> Summary:
         )
     else:
         unknown.append("The noise between seeds is unknown: no method was run twice at the same size and settings.")
-    unknown.extend(grouped(found.failures))
+    unknown.extend(grouped([failure for failure in found.failures if seed is not None or failure.what != NOISE]))
     return Summary(
         headline=_headline(found),
         shown=_cut(shown),

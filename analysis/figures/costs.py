@@ -59,9 +59,9 @@ def costs(
             )  # fmt: skip
         if ceilings and key in ceilings:
             axis.axhline(ceilings[key], color=style.INK, linestyle="--", linewidth=1.0)
-        axis.set_xticks(
-            range(len(order)), [style.shorten(size, 12) for size in order], rotation=35 if len(order) > 5 else 0
-        )
+        labels = [style.shorten(size, 14) for size in order]
+        turned = len(order) > 5 or sum(map(len, labels)) > 30
+        axis.set_xticks(range(len(order)), labels, rotation=35 if turned else 0, ha="right" if turned else "center")
         axis.grid(visible=False, axis="x")
         spread = values.max().max() / max(float(values.min().min()), 1e-12)
         if spread > 30:

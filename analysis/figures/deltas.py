@@ -57,7 +57,7 @@ def seed_deltas(
         axes = [figure.subplots()]
         names = [
             style.shorten(delta.method, 14 if narrow else 26)
-            + ("" if one_place else f" · {style.shorten(delta.size, 10)}")
+            + ("" if one_place else f" · {style.shorten(delta.size, 10 if narrow else 16)}")
             for delta in rows
         ]
         _panel(axes[0], rows, look, noise_sd, names, gaps=not one_place)

@@ -44,7 +44,7 @@ def noise_floor(
             axis.axvline(noise.sd, color=style.SOFT, linewidth=0.9, linestyle="--")
     for delta in effects:
         place = len(names)
-        size = "" if one_place else f" · {style.shorten(delta.size, 8)}"
+        size = "" if one_place else f" · {style.shorten(delta.size, 12 if narrow else 16)}"
         names.append(style.shorten(delta.method, 12 if narrow else 22) + size)
         mine = look[delta.method]
         decided = delta.verdict != "undecided"

@@ -66,6 +66,7 @@ _RC: Final[dict[str, Any]] = {
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.unicode_minus": True,
+    "axes.formatter.useoffset": False,  # whole numbers at ticks, no constant to be added in the reader's head
     "pdf.fonttype": 42,  # TrueType, embedded
     "ps.fonttype": 42,
     "svg.fonttype": "path",  # letters as outlines: the same everywhere
