@@ -17,7 +17,6 @@ from scaling.analysis.readings import Curve, Delta, Noise, Speedup
 from scaling.analysis.result import Caution, Result
 from scaling.analysis.supplements import Supplements, wide_scores
 
-
 NOISE: Final = "The noise between seeds"  # what is asked first of all
 
 
