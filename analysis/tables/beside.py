@@ -199,15 +199,15 @@ def _loss(fact: Fact, mine: _Mine, *, column: str = "val_loss", anywhere: bool =
     return _Own(value=float(cell.mean()), where=sizes[0]) if len(cell) else None
 
 
-def _excess(fact: Fact, mine: _Mine) -> _Own | None:
+def _probed(fact: Fact, mine: _Mine, *, what: str = "excess") -> _Own | None:
     order = {size: place for place, size in enumerate(mine.found.sizes)}
     probes = [probe for probe in mine.found.supplements.probes if probe.method == fact.method]
     if not probes:
         return None
     probe = max(probes, key=lambda probe: (probe.size == fact.size, order.get(probe.size, -1)))
     result = judge_disagreement(probe)
-    bounds = (result.interval.low["excess"], result.interval.high["excess"]) if result.interval else (None, None)
-    return _Own(value=result.estimate["excess"], low=bounds[0], high=bounds[1], where=probe.size or probe.name)
+    bounds = (result.interval.low[what], result.interval.high[what]) if result.interval else (None, None)
+    return _Own(value=result.estimate[what], low=bounds[0], high=bounds[1], where=probe.size or probe.name)
 
 
 def _throughput(fact: Fact, mine: _Mine) -> _Own | None:
@@ -254,8 +254,10 @@ _FINDERS: Final[dict[str, Callable[[Fact, _Mine], _Own | None]]] = {
     "loss": _loss,
     "training loss": lambda fact, mine: _loss(fact, mine, column="train_loss", anywhere=True),
     "Pile loss": lambda fact, mine: _loss(fact, mine, anywhere=True),
-    "learned excess": _excess,
-    "disagreement": _excess,
+    "learned excess": _probed,
+    "disagreement": _probed,
+    "trained queries": lambda fact, mine: _probed(fact, mine, what="learned"),
+    "random queries": lambda fact, mine: _probed(fact, mine, what="random"),
     "throughput": _throughput,
     "parameters added": _added("n_params_added"),
     "FLOPs added": _added("flops_added"),

@@ -75,7 +75,7 @@ def test_probes_in_run_folders_and_files_become_figures_and_a_table(found: Findi
         for name in ("routing-weights", "disagreement"):
             catalog.picture(found, name).draw(style.NARROW_IN).draw_without_rendering()
     own = beside.published("disagreement", found).frame
-    assert own["own"].tolist() == pytest.approx([0.5, 0.5], abs=0.02)
+    assert own["own"].tolist() == pytest.approx([0.5, 0.5, 0.6, 0.6, 0.1, 0.1], abs=0.02)
 
 
 def test_a_file_that_is_no_probe_is_refused(tmp_path: Path) -> None:
