@@ -209,11 +209,12 @@ def test_options_of_a_method_stand_in_a_table_of_their_own(planted: ModuleType) 
 
 def test_configurations_and_what_methods_added_are_counted_from_the_runs(planted: ModuleType) -> None:
     runs = planted.table(sizes=2, methods=("baseline", "mhar"))
+    found = planted.findings(runs.copy())
     runs["layers"], runs["width"] = 4, 96
     more = runs["method"].eq("mhar")
     runs.loc[more, "n_params"] += 1000
     runs.loc[more, "flops"] *= 1.005
-    found = planted.findings(runs)
+    found = replace(found, table=runs)
     shapes = catalog.table(found, "configurations").frame
     assert shapes["size"].tolist() == ["0.05m", "0.158m"] and shapes["layers"].tolist() == [4.0, 4.0]
     assert shapes["ratio"].tolist() == pytest.approx([20.0, 20.0]) and shapes["n"].tolist() == [4, 4]
