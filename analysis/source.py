@@ -6,7 +6,7 @@ out.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -26,6 +26,67 @@ class Source:
     table: pd.DataFrame
     histories: pd.DataFrame | None
     dropped: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sweep:
+    """The runs that a sweep's file plans: the folder of their run folders, and run key -> name."""
+
+    folder: Path
+    runs: Mapping[str, str]
+
+
+def sweep_of(source: str, *, settings: Sequence[str] = (), folder: Path | None = None) -> Sweep | None:
+    """The sweep that ``source`` names, by its file or as a preset; ``None`` where it is a folder, table or store.
+
+    Parameters
+    ----------
+    settings
+        ``key=value`` as for ``scaling sweep``; default: those of its last submit.
+    folder
+        Folder of the run folders; default: what the sweep's file says.
+
+    Raises
+    ------
+    GridError, ConfigError
+        If the file is not a valid sweep.
+    """
+    if Path(source).suffix not in (".yaml", ".yml"):
+        from scaling.sweeps.document import preset_names
+
+        if Path(source).exists() or source not in preset_names():
+            return None
+    from scaling.sweeps.launch import remembered
+    from scaling.sweeps.plan import plan
+    from scaling.sweeps.spec import load_spec
+
+    chosen = list(settings) or remembered(plan(load_spec(source), folder))
+    planned = plan(load_spec(source, chosen), folder)
+    return Sweep(folder=planned.out, runs={run.key: run.label for run in planned.runs})
+
+
+def read_sweep(sweep: Sweep, *, where: Sequence[str] = ()) -> Source:
+    """The sweep's runs, whichever sweep trained them first; planned ones that are not there count as left out.
+
+    Raises
+    ------
+    TableError, RecordError
+        If the folder is none, or holds no finished run of the sweep.
+    """
+    found = read(str(sweep.folder), where=where)
+    table = found.table[found.table["run_key"].isin(list(sweep.runs))].reset_index(drop=True)
+    lost = tuple((run, reason) for run, reason in found.dropped if run in sweep.runs)
+    if table.empty:
+        raise TableError(
+            f"{sweep.folder}: holds no finished run of the {len(sweep.runs)} planned; train the sweep first"
+        )
+    if where:  # runs that a comparison leaves out are not missing
+        return Source(table=table, histories=found.histories, dropped=lost)
+    there = {*table["run_key"], *(run for run, _ in lost)}
+    missing = tuple(
+        (f"{name} ({key})", "planned, not trained yet") for key, name in sweep.runs.items() if key not in there
+    )
+    return Source(table=table, histories=found.histories, dropped=(*lost, *missing))
 
 
 def read(source: str, *, columns: str | None = None, where: Sequence[str] = (), curves: str | None = None) -> Source:

@@ -8,7 +8,7 @@ of this tool or by hand; nothing here is measured. Probes are also found in run 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -74,6 +74,7 @@ class Supplements:
 def collect(
     *,
     runs: str | None = None,
+    only: Collection[str] | None = None,
     probes: Sequence[str] = (),
     benches: Sequence[str] = (),
     items: str | None = None,
@@ -84,8 +85,8 @@ def collect(
 
     Parameters
     ----------
-    runs
-        Source of the runs; only a folder of run folders is looked into.
+    runs, only
+        Source of the runs, of which only a folder of run folders is looked into; keys of the runs that count.
     probes, benches
         ``.npz`` files of ``scaling probe``; what ``scaling bench kernels|train --json`` printed, or the same as CSV.
     items
@@ -102,6 +103,7 @@ def collect(
     """
     folder = Path(runs) if runs is not None and Path(runs).is_dir() else None
     found = [] if folder is None else sorted(folder.glob(f"*/{PROBE}"))
+    found = [path for path in found if only is None or path.parent.name in only]
     steps, kernels = _benches(benches)
     answers = {} if items is None else compare_items(_table(items), baseline=baseline or "baseline")
     return Supplements(

@@ -12,10 +12,20 @@ import typer
 
 if TYPE_CHECKING:
     from scaling.analysis.findings import Findings
+    from scaling.analysis.source import Sweep
 
 app = typer.Typer(help="Write a report, or one of its tables or figures, from runs.", no_args_is_help=True)
 
-Runs = Annotated[str, typer.Argument(help="Folder of run folders, MLflow store address, or .parquet / .csv file.")]
+Runs = Annotated[
+    str,
+    typer.Argument(
+        help="Folder of run folders, MLflow store address, .parquet / .csv file, or a sweep (file or preset)."
+    ),
+]
+Set = Annotated[
+    list[str] | None, typer.Option("--set", help="Of a sweep: change one value (default: as at its last submit).")
+]
+Folder = Annotated[Path | None, typer.Option("--folder", help="Of a sweep: folder of its runs (default: its own).")]
 Baseline = Annotated[
     str | None, typer.Option("--baseline", help="Method the others are compared with (default: 'baseline', if there).")
 ]
@@ -46,7 +56,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on s
 
 BUILD = (
     "Examples:  scaling report build runs/ --out report   |   scaling report build runs.csv "
-    "--columns loss=final_val_loss,method=group --baseline adam"
+    "--columns loss=final_val_loss,method=group --baseline adam   |   scaling report build sweep.yaml"
 )
 TABLE = (
     "Examples:  scaling report table runs/ speedups   |   scaling report table runs.parquet main --format tex   |   "
@@ -70,6 +80,8 @@ def build(
     bench: Benches = None,
     items: Items = None,
     scores: Scores = None,
+    set_: Set = None,
+    folder: Folder = None,
     title: Annotated[str, typer.Option("--title", help="Heading of the report.")] = "Scaling report",
     formats: Annotated[
         str, typer.Option("--formats", help="Formats of the figure files: png, pdf, svg, separated by commas.")
@@ -82,13 +94,15 @@ def build(
 ) -> None:
     """Write report.html (one file, no network), report.md, tables, figures, a LaTeX document and results.json."""
     from scaling.analysis.report import build_report
+    from scaling.analysis.source import sweep_of
 
     command = shlex.join(["scaling", *sys.argv[1:]])
-    found = _findings(runs, baseline, columns, where, curves, probe, bench, items, scores)
+    sweep = sweep_of(runs, settings=set_ or (), folder=folder)
+    found = _findings(runs, baseline, columns, where, curves, probe, bench, items, scores, sweep)
     kinds = [kind.strip() for kind in formats.split(",")]
     page = build_report(found.table, out=out, title=title, command=command, findings=found, formats=kinds)
     if mlflow is not None:
-        _attach(runs, mlflow, out)
+        _attach(runs if sweep is None else str(sweep.folder), mlflow, out)
     typer.echo(json.dumps({"report": str(page), "runs": len(found.table)}) if as_json else str(page))
 
 
@@ -166,14 +180,20 @@ def _findings(
     benches: list[str] | None,
     items: str | None,
     scores: str | None,
+    sweep: Sweep | None = None,
 ) -> Findings:
     from scaling.analysis.inquiry import inquire
-    from scaling.analysis.source import read
+    from scaling.analysis.source import read, read_sweep, sweep_of
     from scaling.analysis.supplements import collect
 
-    source = read(runs, columns=columns, where=where or (), curves=curves)
+    sweep = sweep or sweep_of(runs)
+    if sweep is None:
+        source = read(runs, columns=columns, where=where or (), curves=curves)
+    else:
+        source, runs = read_sweep(sweep, where=where or ()), str(sweep.folder)
+    only = None if sweep is None else sweep.runs.keys()
     given = collect(
-        runs=runs, probes=probes or (), benches=benches or (), items=items, scores=scores, baseline=baseline
+        runs=runs, only=only, probes=probes or (), benches=benches or (), items=items, scores=scores, baseline=baseline
     )
     return inquire(source.table, source.histories, baseline=baseline, dropped=source.dropped, supplements=given)
 

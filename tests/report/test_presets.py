@@ -132,10 +132,11 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, P
     plans = {}
     for name, toy in TOY.items():
         merged = {**BASE, **{key: {**BASE.get(key, {}), **value} for key, value in toy.get("base", {}).items()}}
+        merged["data"] = {**merged["data"], "path": str(store)}
         file = base / f"{name}.yaml"
         document = {**toy, "extends": name, "name": name, "base": merged, "resources": ONE}
         file.write_text(yaml.safe_dump(document), encoding="utf-8")
-        plans[name] = plan(load_spec(file, [f"data.path={store}"]), out)
+        plans[name] = plan(load_spec(file), out)
     unique = {run.key: run for found in plans.values() for run in found.runs}
     assert len(unique) < sum(len(found.runs) for found in plans.values()), "presets share runs"
     report = run_local(replace(plans["fair"], runs=tuple(unique.values())), workers=1, threads=1)
@@ -151,10 +152,8 @@ def test_a_preset_s_runs_fill_its_tables_and_figures(
     name: str, trained: tuple[Path, dict[str, Plan]], tmp_path: Path
 ) -> None:
     out, plans = trained
-    (tmp_path / "runs").mkdir()
-    for run in plans[name].runs:
-        (tmp_path / "runs" / run.key).symlink_to(out / run.key)
-    words = ["report", "build", str(tmp_path / "runs"), "--out", str(tmp_path / "report"), "--formats", "svg"]
+    spec = str(out.parent / f"{name}.yaml")
+    words = ["report", "build", spec, "--folder", str(out), "--out", str(tmp_path / "report"), "--formats", "svg"]
     baseline = [] if any(run.config.model.residual.method == "baseline" for run in plans[name].runs) else ["attnres"]
     if baseline and any(run.config.model.residual.method == "attnres" for run in plans[name].runs):
         words += ["--baseline", *baseline]

@@ -17,6 +17,7 @@ import pytest
 from scaling.analysis.catalog import picture
 from scaling.analysis.inquiry import complete, pick_baseline
 from scaling.analysis.report import build_report, write_picture
+from scaling.analysis.source import read_sweep, sweep_of
 from scaling.analysis.summary import summarize
 from scaling.errors import ScalingError, TableError
 from tests.conftest import missing
@@ -162,6 +163,14 @@ def test_markdown_links_the_figures_that_were_written(small: Path) -> None:
     text = small.with_name("report.md").read_text(encoding="utf-8")
     links = re.findall(r"!\[[^\]]*\]\(([^)]+)\)", text)
     assert links and all((small.parent / link).is_file() for link in links)
+
+
+def test_a_sweep_names_its_runs_and_says_where_they_are_missing(tmp_path: Path) -> None:
+    assert sweep_of(str(tmp_path)) is None and sweep_of("sqlite:///mlflow.db") is None and sweep_of("runs.csv") is None
+    sweep = sweep_of("quickstart", settings=["seed=[0]"], folder=tmp_path)
+    assert sweep is not None and sweep.folder == tmp_path and len(sweep.runs) == 8
+    with pytest.raises(TableError, match="holds no finished run of the 8 planned; train the sweep first"):
+        read_sweep(sweep)
 
 
 @pytest.mark.slow
