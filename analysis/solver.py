@@ -279,10 +279,15 @@ def _step(
     h = hess / (d[:, :, None] * d[:, None, :])
     free = ~held
     h = h * (free[:, :, None] & free[:, None, :]) + np.eye(size) * held[:, :, None]
+    # A row whose derivatives overflow stands still and is not converged; its damping grows until it is given up.
+    broken = ~(np.isfinite(h).all(axis=(1, 2)) & np.isfinite(grad).all(axis=1) & np.isfinite(d).all(axis=1))
+    h = np.where(broken[:, None, None], np.eye(size), h)
+    d = np.where(broken[:, None], 1.0, d)
     values, vectors = np.linalg.eigh(h)
-    g = grad / d
+    g = np.where(broken[:, None], 0.0, grad / d)
     lifted = np.maximum(np.abs(values), 1e-13) + mu[:, None]
     along = np.einsum("rpq,rp->rq", vectors, g)
     s = -np.einsum("rpq,rq->rp", vectors, along / lifted)
     expected = 0.5 * np.sum(along**2 / lifted, axis=1)
-    return s / d, np.max(np.abs(g), axis=1), expected
+    scaled = np.where(broken, np.inf, np.max(np.abs(g), axis=1))
+    return s / d, scaled, np.where(broken, np.inf, expected)

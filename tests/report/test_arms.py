@@ -18,9 +18,8 @@ def varied(planted: ModuleType, column: str, values: tuple[object, ...], *, only
     rest = base.iloc[:0] if only is None else base[base["method"] != only]
     parts = []
     for value in values:
-        part = moved.assign(run_key=moved["run_key"] + str(value))
-        part[column] = value
-        parts.append(part)
+        filled = pd.Series([value] * len(moved), index=moved.index)
+        parts.append(moved.assign(run_key=moved["run_key"] + str(value), **{column: filled}))
     return complete(pd.concat([rest, *parts], ignore_index=True))
 
 
