@@ -73,20 +73,24 @@ def read_sweep(sweep: Sweep, *, where: Sequence[str] = ()) -> Source:
     TableError, RecordError
         If the folder is none, or holds no finished run of the sweep.
     """
-    found = read(str(sweep.folder), where=where)
-    table = found.table[found.table["run_key"].isin(list(sweep.runs))].reset_index(drop=True)
-    lost = tuple((run, reason) for run, reason in found.dropped if run in sweep.runs)
+    from scaling.analysis.ingest import read_runs
+    from scaling.analysis.tidy import drop
+
+    # A copy of another sweep's run is no copy within this one: duplicates are looked for after the choice.
+    found = read_runs(sweep.folder, where=list(where), keep=("duplicate",), histories=HISTORIES)
+    table, copies = drop(found.table[found.table["run_key"].isin(list(sweep.runs))].reset_index(drop=True))
+    lost = tuple((item.run or "", item.reason) for item in (*found.dropped, *copies) if item.run in sweep.runs)
     if table.empty:
         raise TableError(
             f"{sweep.folder}: holds no finished run of the {len(sweep.runs)} planned; train the sweep first"
         )
     if where:  # runs that a comparison leaves out are not missing
-        return Source(table=table, histories=found.histories, dropped=lost)
+        return Source(table=table.reset_index(drop=True), histories=found.histories, dropped=lost)
     there = {*table["run_key"], *(run for run, _ in lost)}
     missing = tuple(
         (f"{name} ({key})", "planned, not trained yet") for key, name in sweep.runs.items() if key not in there
     )
-    return Source(table=table, histories=found.histories, dropped=(*lost, *missing))
+    return Source(table=table.reset_index(drop=True), histories=found.histories, dropped=(*lost, *missing))
 
 
 def read(source: str, *, columns: str | None = None, where: Sequence[str] = (), curves: str | None = None) -> Source:
