@@ -145,7 +145,7 @@ def log_axis(axis: Axes, which: str, *, powers_only: bool = False) -> None:
         spine.set_major_locator(LogLocator(base=10, subs=(1, 3), numticks=12))
         spine.set_minor_locator(NullLocator())
     elif decades >= 1.2:
-        narrow = which == "x" and axis.figure.get_figwidth() <= NARROW_IN
+        narrow = which == "x" and isinstance(axis.figure, Figure) and axis.figure.get_figwidth() <= NARROW_IN
         spine.set_major_locator(LogLocator(base=10, numticks=5 if narrow else 8))
         spine.set_minor_locator(LogLocator(base=10, subs=range(2, 10), numticks=60))
         spine.set_minor_formatter(FuncFormatter(lambda _value, _place: ""))
