@@ -89,7 +89,7 @@ def learning_rates(found: Findings) -> Picture | None:
 def throughput(found: Findings) -> Picture | None:
     """Throughput and memory bars."""
     try:
-        frame = measured(found.compared, found.histories)
+        frame = measured(found.table.assign(method=found.compared["method"]), found.histories)
     except TableError:
         return None
     return Picture(
@@ -99,7 +99,7 @@ def throughput(found: Findings) -> Picture | None:
         caption="Medians over runs, without the first fifth of each. Meaningful only where runs had a machine to "
         "themselves.",
         alt=f"Throughput and memory of {frame['method'].nunique()} methods at {frame['size'].nunique()} sizes.",
-        draw=lambda width: costs.costs(frame, baseline=found.baseline, sizes=found.places, width_in=width),
+        draw=lambda width: costs.costs(frame, baseline=found.baseline, sizes=found.sizes, width_in=width),
         data=frame,
     )
 
