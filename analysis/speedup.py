@@ -131,10 +131,10 @@ def _compare(
 ) -> Result:  # fmt: skip
     noise = measure_noise(arms, noise_sd)
     inverse = fit_baseline(arms.baseline, arms.method, asymptote=asymptote, sd=noise.sd, sd_df=noise.df)
-    if np.isnan(noise.sd) and inverse.df > 0:
+    if np.isnan(noise.sd) and inverse.noise_df > 0:
         noise = Noise(
-            sd=float(np.sqrt(inverse.rss / inverse.df)),
-            df=inverse.df,
+            sd=float(np.sqrt(inverse.noise_rss / inverse.noise_df)),
+            df=inverse.noise_df,
             source="lack of fit",
             rho=np.nan,
             rho_p=np.nan,
