@@ -31,6 +31,8 @@ ROUNDING_TOLERANCE = 3e-14
 # Scaled gradient at which a refit whose next step would gain less than 1e-13 of the objective counts as converged.
 STALL_TOLERANCE = 1e-6
 MAX_ITERATIONS = 200
+# Steps allowed where starts compete for one fit: noise far above delta leaves curved valleys that are followed slowly.
+RACE_LIMIT = 1000
 # Starts that are still on their way this many steps after another one arrived are given up.
 RACE_ITERATIONS = 40
 # Trial steps may predict anything; raw residuals are capped here so that their squares exist.
@@ -96,55 +98,10 @@ def minimise(
     for scale_R, limit in _stages(model, phi, y_Rn, w_Rn, goal, delta_R, warm=warm, race=race):
         # Trial steps of hopeless starts may overflow; they are rejected.
         with np.errstate(over="ignore", invalid="ignore"):
-            patience = (RACE_ITERATIONS if limit == MAX_ITERATIONS else 0) if race else limit
+            patience = (RACE_ITERATIONS if limit == RACE_LIMIT else 0) if race else limit
             solution = _newton(model, y_Rn, w_Rn, phi, goal, scale_R, limit, patience=patience)
         phi = solution.phi_RP
     return solution
-
-
-def vertex(model: Model, y_n: Floats, w_n: Floats, phi_P: Floats, *, log: bool) -> Floats:
-    """Exact least-absolute-value optimum near a rounded one: the law passes through as many rows as parameters.
-
-    Returns ``phi_P`` itself where no such point is better.
-    """
-    best, size = phi_P, len(phi_P)
-    lowest = float(np.sum(w_n * np.abs(residuals(model, phi_P[None], y_n[None], log=log))))
-    rows = _independent_rows(model, phi_P, np.abs(residuals(model, phi_P[None], y_n[None], log=log)[0]))
-    if len(rows) < size:
-        return best
-    phi = phi_P.copy()
-    for _ in range(12):
-        f_Rn, _ = model.prepare(phi[None])
-        jacobian = model.jacobian(phi[None])[0, rows]
-        try:
-            phi = phi + np.linalg.solve(jacobian, np.log(y_n[rows]) - f_Rn[0, rows])
-        except np.linalg.LinAlgError:
-            return best
-    if np.all(np.isfinite(phi)):
-        there = float(np.sum(w_n * np.abs(residuals(model, phi[None], y_n[None], log=log))))
-        if there < lowest:
-            best = phi
-    return best
-
-
-def _independent_rows(model: Model, phi_P: Floats, size_n: Floats) -> NDArray[np.intp]:
-    """The rows of smallest residual that determine the parameters; copies of a row add nothing."""
-    jacobian = model.jacobian(phi_P[None])[0]
-    jacobian = jacobian / np.maximum(np.linalg.norm(jacobian, axis=1, keepdims=True), 1e-300)
-    found: list[int] = []
-    basis: list[Floats] = []
-    for row in np.argsort(size_n, kind="stable"):
-        rest = jacobian[row].copy()
-        for _ in range(2):
-            for b in basis:
-                rest = rest - (rest @ b) * b
-        length = float(np.linalg.norm(rest))
-        if length > 1e-9:
-            found.append(int(row))
-            basis.append(rest / length)
-        if len(found) == len(phi_P):
-            break
-    return np.array(found, dtype=np.intp)
 
 
 def _deltas(model: Model, phi: Floats, y: Floats, w: Floats, goal: Goal) -> Floats:
@@ -165,7 +122,7 @@ def _stages(
     model: Model, phi: Floats, y: Floats, w: Floats, goal: Goal, delta_R: Floats, *, warm: bool, race: bool
 ) -> list[tuple[Floats, int]]:
     """Deltas to pass through with the steps allowed for each; the last is the one asked for."""
-    last = (delta_R, MAX_ITERATIONS)
+    last = (delta_R, RACE_LIMIT if race else MAX_ITERATIONS)
     if goal.loss == "l2":
         return [last]
     widest = _spread(model, phi, y, w, goal)
@@ -187,7 +144,8 @@ def _newton(
     converged = np.zeros(count, dtype=bool)
     iterations = np.zeros(count, dtype=np.int64)
     live = np.arange(count)
-    mu = np.full(count, 1e-4)
+    # Damping of both kinds of step, apart: the long steps of one say nothing about the other.
+    damping = np.full((2, count), 1e-4)
     newton = np.zeros(count, dtype=bool)
     shared_y, shared_w = len(y) == 1, len(w) == 1
     log_y = np.log(y) if goal.log else y
@@ -204,14 +162,15 @@ def _newton(
         at = _visit(model, phi[live], yl, wl, dl, log=goal.log) if state is None else state
         here = at.value_R
         grad, hess = _system(model, at, wl, dl, newton[live])
-        step, scaled, expected = _step(grad, hess, phi[live], (low[live], high[live]), mu[live])
+        kind = newton[live].astype(np.intp)
+        step, scaled, expected = _step(grad, hess, phi[live], (low[live], high[live]), damping[kind, live])
         floor = GRADIENT_TOLERANCE * np.sqrt(here) + ROUNDING_TOLERANCE * np.sqrt(
             total_w if shared_w else total_w[live]
         )
         objective[live], gradient[live] = here, scaled / np.maximum(np.sqrt(here), 1e-300)
         done = (scaled <= floor) | ((scaled <= STALL_TOLERANCE * np.sqrt(here)) & (expected <= 1e-13 * here))
         converged[live[done]] = True
-        keep = ~done & (mu[live] < 1e12)
+        keep = ~done & (damping[0, live] < 1e12)
         if not np.any(keep):
             live = live[keep]
             break
@@ -226,8 +185,10 @@ def _newton(
         accepted &= np.isfinite(new.value_R)
         phi[live[accepted]] = trial[accepted]
         good = accepted & (gain > 0.25 * expected)
-        mu[live] = np.where(good, mu[live] * 0.1, np.where(accepted, mu[live], np.maximum(mu[live], 1e-6) * 10))
-        mu[live] = np.maximum(mu[live], 1e-12)
+        kind = newton[live].astype(np.intp)
+        mu = damping[kind, live]
+        mu = np.where(good, mu * 0.1, np.where(accepted, mu, np.maximum(mu, 1e-6) * 10))
+        damping[kind, live] = np.maximum(mu, 1e-12)
         newton[live] = np.where(accepted, newton[live] | (gain < 0.2 * here), False)
         state = new if bool(np.all(accepted)) else None
     return Solution(
