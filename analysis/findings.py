@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import pandas as pd
 
+from scaling.analysis.cells import size_key
 from scaling.analysis.readings import Curve, Delta, Noise, Speedup
 from scaling.analysis.result import Caution, Result
 
@@ -72,7 +73,8 @@ class Findings:
         known = self.table.dropna(subset=["size"])
         parameters = known.groupby("size")["n_params"].median()
         return sorted(
-            parameters.index, key=lambda name: (float(parameters[name]) if pd.notna(parameters[name]) else 0.0, name)
+            parameters.index,
+            key=lambda name: (float(parameters[name]) if pd.notna(parameters[name]) else 0.0, size_key(str(name))),
         )
 
     @property

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from scaling.analysis.cells import order_scales
 from scaling.analysis.checklist import describe_dropped, describe_seeds, make_checklist
 from scaling.analysis.power import Design, detectable, power_table, precision, seeds_needed, simulated_power
 from scaling.analysis.result import Caution, Interval, Result
@@ -79,6 +80,9 @@ def noise_floor(
             "runs; repeat "
             "one configuration with other seeds, or name the columns that define one with --by"
         )
+    if "size" in frame.columns and frame["size"].notna().all():
+        places = order_scales(frame, list(frame["size"].astype(str)))
+        groups.sort(key=lambda group: places[str(group[1]["size"].iloc[0])])
     samples = [numbers(part, "loss") for _, part in groups]
     df = sum(len(s) - 1 for s in samples)
     sd = float(np.sqrt(sum(float(np.sum((s - s.mean()) ** 2)) for s in samples) / df))

@@ -249,7 +249,7 @@ def _cautions(
     screened: Screened, joint: TTest | None, sd: float, details: dict[str, Any],
 ) -> list[Caution]:  # fmt: skip
     out = []
-    lone = sorted(set(method) - set(baseline)) + sorted(set(baseline) - set(method))
+    lone = [s for s in method if s not in baseline] + [s for s in baseline if s not in method]
     if lone:
         out.append(Caution(code="unmatched-scales", message=f"scales of one arm only, left out: {', '.join(lone)}"))
     smallest = min(len(m) for m, _ in pairs)

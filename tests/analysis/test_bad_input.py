@@ -290,6 +290,26 @@ def test_items() -> None:
         compare_items(items.assign(correct=0.5), baseline="base")
 
 
+@pytest.mark.parametrize("known", [["N", "D", "C"], ["C"], []], ids=["parameters", "compute", "names alone"])
+def test_sizes_are_listed_smallest_first(known: list[str]) -> None:
+    """Not 12k, 25k, 50k, 6k, in whatever order the runs come."""
+    names = {"s0": "6k", "s1": "12k", "s2": "25k", "s3": "50k", "s4": "0.1M"}
+    runs = table().assign(size=lambda t: t["size"].map(names)).sample(frac=1, random_state=0)
+    runs["lr"] = np.tile(np.geomspace(1e-4, 1e-2, 3), 10)
+    bare = runs[[*known, "method", "size", "seed", "loss"]]
+    result = compare_seeds(bare, baseline="baseline")["new"]
+    assert [row["scale"] for row in result.details["scales"]] == list(names.values())
+    assert list(result.estimate) == ["delta", *(f"delta[{size}]" for size in names.values())]
+    floor = noise_floor(bare, by=["method", "size"])
+    sizes = [row["configuration"]["size"] for row in floor.details["configurations"]]
+    assert sizes == [size for size in names.values() for _ in range(2)]
+    some = bare[~((bare["method"] == "new") & bare["size"].isin(["6k", "12k"]))]
+    text = next(w.message for w in compare_seeds(some, baseline="baseline")["new"].warnings if "left out" in w.message)
+    assert text.endswith("6k, 12k")
+    rates = learning_rate_robustness(runs[[*known, "method", "size", "lr", "loss"]], baseline="baseline", noise_sd=0.01)
+    assert [row["size"] for row in rates["new"].details["rows"]] == list(names.values())
+
+
 def test_three_seeds_say_what_they_can_show() -> None:
     result = compare_seeds(table(), baseline="baseline")["new"]
     text = next(w.message for w in result.warnings if w.code == "few-seeds")
