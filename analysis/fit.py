@@ -124,7 +124,7 @@ def fit_law(
     headline = intervals.get("cluster" if interval == "all" else interval)
     return _result(
         law, fitted, screened, by=by, chosen=chosen, tests=tests, intervals=intervals, errors=errors,
-        headline=None if interval == "none" else headline, loss=loss, delta=delta, residual=residual,
+        headline=None if interval == "none" else headline, asked=interval, loss=loss, delta=delta, residual=residual,
     )  # fmt: skip
 
 
@@ -141,8 +141,8 @@ def _check_options(residual: str, interval: str, share: str, level: float) -> No
 
 def _result(
     law: Law, fitted: Fitted, screened: Screened, *, by: str | None, chosen: str, tests: list[dict[str, Any]],
-    intervals: Mapping[str, Interval], errors: Mapping[str, float], headline: Interval | None, loss: str, delta: float,
-    residual: str,
+    intervals: Mapping[str, Interval], errors: Mapping[str, float], headline: Interval | None, asked: str, loss: str,
+    delta: float, residual: str,
 ) -> Result:  # fmt: skip
     frame = screened.frame
     certificate = dict(fitted.certificate)
@@ -174,7 +174,7 @@ def _result(
         objective=fitted.objective,
         certificate=certificate,
         conventions={**used, "residual": residual, "loss_function": loss},
-        warnings=(*screened.cautions, *_cautions(fitted, frame, headline)),
+        warnings=(*screened.cautions, *_cautions(fitted, frame, headline), *_missing(fitted, headline, asked)),
         dropped=screened.dropped,
         checklist=make_checklist(entries),
         details=_details(law, fitted, frame, by=by, chosen=chosen, tests=tests),
@@ -214,6 +214,16 @@ def _cautions(fitted: Fitted, frame: pd.DataFrame, headline: Interval | None) ->
         text = f"residual SD is {ratio:.3g} delta: the Huber loss acts as absolute values"
         out.append(Caution(code="delta-small", message=text))
     return out
+
+
+def _missing(fitted: Fitted, headline: Interval | None, asked: str) -> list[Caution]:
+    if headline is not None or asked == "none" or fitted.df <= 0:
+        return []
+    text = (
+        f"no {'cluster' if asked == 'all' else asked} interval: fewer than half of the refits converged; give the law "
+        "fewer parameters or more scales"
+    )
+    return [Caution(code="refits-failed", message=text)]
 
 
 def _details(

@@ -30,7 +30,7 @@ def codes(result: Result) -> set[str]:
     return {w.code for w in result.warnings}
 
 
-def table(**options: int) -> pd.DataFrame:
+def table(**options: float) -> pd.DataFrame:
     return sweep(np.random.default_rng(0), **options)  # type: ignore[arg-type]
 
 
@@ -128,6 +128,20 @@ def test_zero_degrees_of_freedom() -> None:
     assert result.df == 0 and result.status == "undetermined"
     assert "no-degrees-of-freedom" in codes(result)
     assert result.details["rows"]["residual"] == pytest.approx([0, 0, 0], abs=1e-9)
+
+
+@pytest.mark.parametrize("kind", ["two-level", "parametric", "pairs", "cluster"])
+@pytest.mark.filterwarnings("error")
+def test_no_interval_from_refits_that_fail(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Six collinear points, five parameters, noise as large as the signal: said, without numpy's warnings."""
+    hopeless = table(scales=6, seeds=1, sd=0.3).query("method == 'baseline'")
+    result = fit_law(hopeless, interval=kind, draws=20)
+    assert (result.interval is None) == ("refits-failed" in codes(result))
+    monkeypatch.setattr("scaling.analysis.solver.MAX_ITERATIONS", 1)
+    result = fit_law(hopeless, interval=kind, draws=20)
+    assert result.interval is None and "refits-failed" in codes(result)
+    text = next(w.message for w in result.warnings if w.code == "refits-failed")
+    assert text.startswith(f"no {kind} interval: fewer than half of the refits converged")
 
 
 def test_one_seed() -> None:
@@ -404,3 +418,25 @@ def test_commands(tmp_path: Path, run: Callable[..., tuple[int, str, str]]) -> N
         status, out, err = run(*arguments)
         assert status == 0 and not err, err
         assert out.count("\n") > 3
+        status, out, err = run(*arguments, "--json")
+        assert status == 0 and not err and isinstance(json.loads(out), dict), arguments
+
+
+def test_what_a_person_looks_for_is_on_the_screen(tmp_path: Path, run: Callable[..., tuple[int, str, str]]) -> None:
+    path = tmp_path / "runs.csv"
+    sweep(np.random.default_rng(0), speedups={"new": 1.25, "other": 1.1}).to_csv(path, index=False)
+    _, out, _ = run("compare", "speedup", "--runs", str(path), "--baseline", "baseline", "--draws", "0")
+    assert (
+        all(f"\n     s{k} " in out for k in range(5)) and "noise floor: SD " in out and "trend over scales: p " in out
+    )
+    _, out, _ = run("compare", "seeds", "--runs", str(path), "--baseline", "baseline")
+    assert "exact sign flips of 15 pairs: p " in out and "smallest possible 6.1e-05" in out
+    assert "corrected for 2 methods: Dunnett " in out and "runs of one seed correlate by " in out
+    _, out, _ = run("compare", "items", "--gains", "27", "--losses", "13")
+    assert "mid-p 0.02753, exact p 0.03848" in out and "converged" not in out
+    _, out, _ = run("noise", "floor", "--runs", str(path))
+    assert "15 configurations, SD " in out and "Levene p " in out
+    _, out, _ = run("noise", "power", "--sd", "0.00116", "--seeds", "3", "--scales", "1")
+    assert "power, simulated" in out and "0.00356" in out
+    _, out, _ = run("fit", "backtest", "--runs", str(path), "--form", "power")
+    assert "extrapolated" in out and "median error" in out
