@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 
 from scaling.analysis.cells import Cell, paired, pooled_sd, seed_correlation
 from scaling.analysis.inversion import Inverse, refit
-from scaling.errors import UsageError
 
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
@@ -61,8 +60,6 @@ def measure_noise(arms: Arms, known: float | None) -> Noise:
     rho, _, p = seed_correlation([paired(cells[i], cells[j]) for i, j in arms.pairs])
     used = rho if p < PAIRING_LEVEL else 0.0
     if known is not None:
-        if not known > 0:
-            raise UsageError(f"noise_sd must be positive, got {known!r}")
         return Noise(sd=known, df=np.inf, source="given", rho=rho, rho_p=p, used_rho=used)
     sd, df = pooled_sd(cells)
     return Noise(sd=sd, df=float(df), source="pooled cells", rho=rho, rho_p=p, used_rho=used)

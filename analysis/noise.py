@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from scaling.analysis.cells import order_scales
 from scaling.analysis.checklist import describe_dropped, describe_seeds, make_checklist
+from scaling.analysis.options import check_level, generator
 from scaling.analysis.power import Design, detectable, power_table, precision, seeds_needed, simulated_power
 from scaling.analysis.result import Caution, Interval, Result
 from scaling.analysis.screen import numbers, screen
@@ -66,6 +67,7 @@ def noise_floor(
     FitError
         When no configuration has ``min_runs`` runs.
     """
+    check_level(level)
     screened = screen(table, needs=["loss"], analysis="noise floor", keep_unfinished=keep_unfinished)
     frame = screened.frame
     columns = _configuration(frame, by)
@@ -165,16 +167,18 @@ def noise_power(
             raise UsageError(f"{name} must be positive, got {value!r}")
     if not -1 < rho < 1:
         raise UsageError(f"rho must lie between -1 and 1, got {rho!r}")
+    check_level(level)
+    check_level(power, "power")
     alpha = 1 - level
     rows = power_table(seeds, scales, rho=rho, known_sd=known_sd, alpha=alpha, power=power)
-    generator = np.random.default_rng(rng)
+    random = generator(rng)
     table = []
     for row in rows:
         entry: dict[str, Any] = {k: (v * sd if "able" in k or "width" in k else int(v)) for k, v in row.items()}
         design = Design(seeds=int(row["seeds"]), scales=int(row["scales"]), known_sd=known_sd)
         effect = detectable(design, alpha, power)
         if np.isfinite(effect):
-            entry["simulated_power"] = simulated_power(design, effect, generator, alpha)
+            entry["simulated_power"] = simulated_power(design, effect, random, alpha)
         if log_speedup_per_loss is not None:
             entry["detectable_log_speedup"] = entry["detectable_unpaired"] * log_speedup_per_loss
             entry["half_width_log_speedup"] = entry["half_width_unpaired"] * log_speedup_per_loss

@@ -31,6 +31,7 @@ from scaling.analysis.isoloss import (
     measure_noise,
     trend_contrast,
 )
+from scaling.analysis.options import check_draws, check_level, check_noise, generator
 from scaling.analysis.result import Caution, Interval, Result
 from scaling.analysis.screen import Screened, numbers, screen
 from scaling.errors import FitError, UsageError, nearest
@@ -97,6 +98,10 @@ def compare_speedup(
     UsageError, TableError
         When an option or column is wrong, or the baseline is missing.
     """
+    check_level(level)
+    check_noise(noise_sd)
+    check_draws(draws)
+    generator(rng)
     if currency not in CURRENCIES:
         raise UsageError(f"currency {currency!r} is unknown; {nearest(currency, CURRENCIES)}")
     if inversion not in INVERSIONS:

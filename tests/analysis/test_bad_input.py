@@ -291,6 +291,54 @@ def test_options_out_of_range() -> None:
         compare_seeds(table(), baseline="baseline", pairing="yes")
 
 
+ARMS = ("--baseline", "baseline")
+NONSENSE = [
+    (("fit", "law", "--form", "power", "--draws", "0"), "draws must be 2 or more, got 0"),
+    (("fit", "law", "--form", "power", "--random-seed", "-1"), "the random seed must be 0 or more, got -1"),
+    (("fit", "law", "--form", "power", "--cluster", "nope"), "cluster column 'nope' is not in the table; it has: "),
+    (("fit", "law", "--form", "power", "--cluster", "same"), "cluster column 'same' has one value"),
+    (("fit", "law", "--form", "power", "--weights", "below"), "weights in column 'below' must be numbers of 0 or more"),
+    (("fit", "backtest", "--form", "power", "--level", "7"), "level must lie between 0 and 1, got 7.0; write 95% as"),
+    (("fit", "isoflop", "--level", "1"), "level must lie between 0 and 1, got 1.0"),
+    (("fit", "isoflop", "--noise-sd", "-1"), "noise_sd must be a positive number of nats, got -1.0"),
+    (("fit", "frontier", "--budgets", "1e21", "--draws", "1"), "draws must be 2 or more, got 1"),
+    (("compare", "speedup", *ARMS, "--level", "95"), "level must lie between 0 and 1, got 95.0"),
+    (("compare", "speedup", *ARMS, "--draws", "-1"), "draws must be 0 or more, got -1"),
+    (("compare", "speedup", *ARMS, "--noise-sd", "0"), "noise_sd must be a positive number of nats, got 0.0"),
+    (("compare", "seeds", *ARMS, "--level", "0"), "level must lie between 0 and 1, got 0.0"),
+    (("compare", "seeds", *ARMS, "--noise-sd", "-1"), "noise_sd must be a positive number of nats, got -1.0"),
+    (("noise", "floor", "--level", "2"), "level must lie between 0 and 1, got 2.0"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), NONSENSE, ids=[" ".join(a[:2] + a[-2:]) for a, _ in NONSENSE])
+def test_nonsense_is_refused_in_one_line(
+    arguments: tuple[str, ...], message: str, tmp_path: Path, run: Callable[..., tuple[int, str, str]]
+) -> None:
+    path = tmp_path / "runs.csv"
+    table().assign(same="x", below=-1.0).to_csv(path, index=False)
+    status, out, err = run(*arguments[:2], "--runs", str(path), *arguments[2:])
+    assert status in (1, 2) and not out and err.count("\n") == 1 and message in err, err
+
+
+def test_other_nonsense(tmp_path: Path, run: Callable[..., tuple[int, str, str]]) -> None:
+    status, out, err = run("noise", "power", "--sd", "0.001", "--power", "2")
+    assert status == 2 and not out and "power must lie between 0 and 1, got 2.0" in err
+    status, _, err = run("compare", "items", "--gains", "1", "--losses", "2", "--level", "95")
+    assert status == 2 and "level must lie between 0 and 1" in err
+    for name in ("empty.csv", "empty.parquet"):
+        (tmp_path / name).touch()
+        with pytest.raises(TableError, match=rf"{name}: cannot be read as \.(csv|parquet) \("):
+            load_table(tmp_path / name)
+
+
+def test_given_noise_leaves_pairs_unused_for_its_own_reason() -> None:
+    paired = sweep(np.random.default_rng(0), rho=0.95)
+    result = compare_seeds(paired, baseline="baseline", noise_sd=0.002)["new"]
+    text = next(w.message for w in result.warnings if w.code == "pairing-not-used")
+    assert "the given noise is of single runs" in text
+
+
 def test_items() -> None:
     with pytest.raises(UsageError, match="give a table, or both counts"):
         compare_items()
