@@ -55,14 +55,18 @@ class Noise:
 
 
 def measure_noise(arms: Arms, known: float | None) -> Noise:
-    """Pooled within cells of both arms, or given; the correlation counts only where it is significantly positive."""
+    """Pooled within cells of both arms, or given; the correlation counts only where it is significantly positive.
+
+    What is left of the noise of correlated pairs is known as well as their differences are: with the pairs' degrees of
+    freedom.
+    """
     cells = arms.cells
-    rho, _, p = seed_correlation([paired(cells[i], cells[j]) for i, j in arms.pairs])
+    rho, rho_df, p = seed_correlation([paired(cells[i], cells[j]) for i, j in arms.pairs])
     used = rho if p < PAIRING_LEVEL else 0.0
     if known is not None:
-        return Noise(sd=known, df=np.inf, source="given", rho=rho, rho_p=p, used_rho=used)
+        return Noise(sd=known, df=float(rho_df) if used else np.inf, source="given", rho=rho, rho_p=p, used_rho=used)
     sd, df = pooled_sd(cells)
-    return Noise(sd=sd, df=float(df), source="pooled cells", rho=rho, rho_p=p, used_rho=used)
+    return Noise(sd=sd, df=float(rho_df if used else df), source="pooled cells", rho=rho, rho_p=p, used_rho=used)
 
 
 def loss_gradient(inverse: Inverse, arms: Arms, losses: Floats, usable: Bools) -> Floats:

@@ -10,7 +10,7 @@ Shapes: R sweeps, 2 arms (baseline first), k scales, S seeds, P parameters.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +29,23 @@ Bools = NDArray[np.bool_]
 
 SPEEDUP = 1.25
 SD = 0.002
+TRUTH = float(np.log(SPEEDUP))
+
+
+@dataclass(frozen=True, slots=True)
+class Many:
+    """Limits of log speedup, whether one asymptote and whether pairs were used, and how many went one by one."""
+
+    low_R: Floats
+    high_R: Floats
+    shared_R: Bools
+    paired_R: Bools
+    one_by_one: int
+
+    @property
+    def coverage(self) -> float:
+        """Share of the intervals that hold the truth."""
+        return float(np.mean((self.low_R <= TRUTH) & (self.high_R >= TRUTH)))
 
 
 def draw_sweeps(
@@ -68,18 +85,18 @@ def interval_of_core(arms: Arms, noise_sd: float | None) -> tuple[float, float]:
     return float(log_s.mean() - half), float(log_s.mean() + half)
 
 
-def intervals_of_many(losses_RakS: Floats, costs_k: Floats, noise_sd: float | None) -> tuple[Floats, Floats, int]:
-    """Limits of log speedup (R,), and how many sweeps went one by one."""
+def intervals_of_many(losses_RakS: Floats, costs_k: Floats, noise_sd: float | None) -> Many:
+    """The interval of every sweep."""
     _, _, k, seeds = losses_RakS.shape
     means_Rak = losses_RakS.mean(axis=3)
-    sd_R, df, rho_R = _noise(losses_RakS, noise_sd)
+    sd_R, df_R, rho_R = _noise(losses_RakS, noise_sd)
     arms = [_Fits(means_Rak[:, [a]], costs_k, seeds) for a in range(2)]
     both = _Fits(means_Rak, costs_k, seeds)
-    if np.isnan(df):
-        df = 2.0 * (k - 3)
-        sd_R = np.sqrt((arms[0].rss_R + arms[1].rss_R) / df)
+    if seeds == 1 and noise_sd is None:
+        df_R = np.full(len(df_R), 2.0 * (k - 3))
+        sd_R = np.sqrt((arms[0].rss_R + arms[1].rss_R) / df_R)
     rise_R = np.maximum(both.rss_R - arms[0].rss_R - arms[1].rss_R, 0.0) / sd_R**2
-    p_R = stats.f.sf(rise_R, 1, df) if np.isfinite(df) else stats.chi2.sf(rise_R, 1)
+    p_R = np.where(np.isfinite(df_R), stats.f.sf(rise_R, 1, np.minimum(df_R, 1e9)), stats.chi2.sf(rise_R, 1))
     limits = []
     for fits in (both, arms[0]):
         log_s_Rk, gradient_Rkc = fits.log_speedups(means_Rak[:, 1])
@@ -88,18 +105,18 @@ def intervals_of_many(losses_RakS: Floats, costs_k: Floats, noise_sd: float | No
         sigma_Rcc[:, at, k + at] = sigma_Rcc[:, k + at, at] = rho_R[:, None] / seeds
         mean_Rc = gradient_Rkc.mean(axis=1)
         variance_R = np.einsum("rc,rcd,rd->r", mean_Rc, sigma_Rcc, mean_Rc) * sd_R**2
-        half_R = stats.t.ppf(0.975, df) * np.sqrt(variance_R)
+        half_R = stats.t.ppf(0.975, df_R) * np.sqrt(variance_R)
         centre_R = log_s_Rk.mean(axis=1)
         limits.append(np.stack([centre_R - half_R, centre_R + half_R]))
     low_R, high_R = np.where(p_R > SHARE_LEVEL, limits[0], limits[1])
     odd = np.flatnonzero(~(arms[0].good_R & arms[1].good_R & both.good_R))
     for r in odd:
         low_R[r], high_R[r] = interval_of_core(arms_of(losses_RakS[r], costs_k), noise_sd)
-    return low_R, high_R, len(odd)
+    return Many(low_R, high_R, p_R > SHARE_LEVEL, rho_R > 0, len(odd))
 
 
-def _noise(losses_RakS: Floats, noise_sd: float | None) -> tuple[Floats, float, Floats]:
-    """SD of one run (R,), its degrees of freedom, and the correlation that is used (0 where it is not significant)."""
+def _noise(losses_RakS: Floats, noise_sd: float | None) -> tuple[Floats, Floats, Floats]:
+    """SD of one run, degrees of freedom, and the correlation used (0 where it is not significant), each (R,)."""
     count, _, k, seeds = losses_RakS.shape
     deviation = losses_RakS - losses_RakS.mean(axis=3, keepdims=True)
     rho = np.zeros(count)
@@ -110,11 +127,10 @@ def _noise(losses_RakS: Floats, noise_sd: float | None) -> tuple[Floats, float, 
         p = stats.t.sf(r * np.sqrt((pair_df - 1) / (1 - r**2)), pair_df - 1)
         rho = np.where(p < PAIRING_LEVEL, r, 0.0)
     if noise_sd is not None:
-        return np.full(count, noise_sd), float("inf"), rho
-    if seeds == 1:
-        return np.full(count, np.nan), float("nan"), rho
+        return np.full(count, noise_sd), np.where(rho > 0, float(pair_df), np.inf), rho
     df = 2 * k * (seeds - 1)
-    return np.sqrt(np.sum(deviation**2, axis=(1, 2, 3)) / df), float(df), rho
+    sd = np.sqrt(np.sum(deviation**2, axis=(1, 2, 3)) / df) if df else np.full(count, np.nan)
+    return sd, np.where(rho > 0, float(pair_df), float(df)), rho
 
 
 class _Fits:

@@ -10,10 +10,8 @@ import pandas as pd
 import pytest
 
 from scaling.analysis.speedup import compare_speedup
-from tests.analysis.many_sweeps import SD, SPEEDUP, draw_sweeps, intervals_of_many
+from tests.analysis.many_sweeps import SD, TRUTH, draw_sweeps, intervals_of_many
 from tests.analysis.synthetic import sweep
-
-TRUTH = float(np.log(SPEEDUP))
 
 # Scales, seeds, noise given: (5, 1, None) measures its noise from the lack of fit.
 DESIGNS = [(5, 3, None), (4, 3, None), (4, 1, SD), (5, 1, None)]
@@ -22,44 +20,44 @@ NAMES = ["k5-S3", "k4-S3", "k4-S1-known", "k5-S1-lack-of-fit"]
 
 @pytest.mark.parametrize(("scales", "seeds", "noise_sd"), DESIGNS, ids=NAMES)
 def test_many_sweeps_are_what_the_command_reports(scales: int, seeds: int, noise_sd: float | None) -> None:
-    losses, costs = draw_sweeps(np.random.default_rng(0), 40, scales, seeds, rho=0.5)
-    low, high, _ = intervals_of_many(losses, costs, noise_sd)
-    shared, used = set(), set()
-    for r in range(40 if seeds == 3 else 15):
+    losses, costs = draw_sweeps(np.random.default_rng(0), 400, scales, seeds, rho=0.5)
+    many = intervals_of_many(losses, costs, noise_sd)
+    # Three sweeps of each branch there is: one asymptote or two, pairs used or not.
+    branches = 2 * many.shared_R + many.paired_R
+    chosen = [int(r) for branch in set(branches) for r in np.flatnonzero(branches == branch)[:3]]
+    assert len(chosen) >= 6 * (1 + (seeds > 1)) - 1
+    for r in chosen:
         rows = [
             {"method": m, "size": f"s{i}", "C": c, "seed": s, "loss": losses[r, a, i, s]}
             for a, m in enumerate(("baseline", "new")) for i, c in enumerate(costs) for s in range(seeds)
         ]  # fmt: skip
         result = compare_speedup(pd.DataFrame(rows), baseline="baseline", noise_sd=noise_sd, draws=0)["new"]
         assert result.interval is not None
-        assert result.interval.low["log_speedup"] == pytest.approx(low[r], abs=1e-6 * (high[r] - low[r]))
-        assert result.interval.high["log_speedup"] == pytest.approx(high[r], abs=1e-6 * (high[r] - low[r]))
-        shared.add(result.conventions["asymptote"])
-        used.add(result.details["pairing"]["used"])
-    if seeds == 3:
-        # Both branches of both tests were compared.
-        assert shared == {"shared", "free"} and used == {True, False}
+        width = many.high_R[r] - many.low_R[r]
+        assert result.interval.low["log_speedup"] == pytest.approx(many.low_R[r], abs=1e-6 * width)
+        assert result.interval.high["log_speedup"] == pytest.approx(many.high_R[r], abs=1e-6 * width)
+        assert result.conventions["asymptote"] == ("shared" if many.shared_R[r] else "free")
+        assert result.details["pairing"]["used"] == many.paired_R[r]
 
 
 @pytest.mark.parametrize(("scales", "seeds", "noise_sd"), DESIGNS, ids=NAMES)
 def test_coverage(scales: int, seeds: int, noise_sd: float | None) -> None:
-    count = 6_000
-    losses, costs = draw_sweeps(np.random.default_rng(10_000), count, scales, seeds)
-    low, high, one_by_one = intervals_of_many(losses, costs, noise_sd)
-    assert one_by_one < count // 100
-    assert 0.93 <= np.mean((low <= TRUTH) & (TRUTH <= high)) <= 0.97
-    assert abs(np.mean(0.5 * (low + high)) - TRUTH) < 0.0005
+    losses, costs = draw_sweeps(np.random.default_rng(10_000), 6_000, scales, seeds)
+    many = intervals_of_many(losses, costs, noise_sd)
+    assert many.one_by_one < 60
+    assert 0.93 <= many.coverage <= 0.97
+    assert abs(np.mean(0.5 * (many.low_R + many.high_R)) - TRUTH) < 0.0005
 
 
 @pytest.mark.parametrize("scales", [4, 5])
 def test_coverage_of_paired_seeds(scales: int) -> None:
     """Runs of one seed correlate by 0.9: the interval is a third as wide and covers."""
     losses, costs = draw_sweeps(np.random.default_rng(30_000), 6_000, scales, 3, rho=0.9)
-    low, high, _ = intervals_of_many(losses, costs, None)
-    assert 0.93 <= np.mean((low <= TRUTH) & (TRUTH <= high)) <= 0.97
+    paired = intervals_of_many(losses, costs, None)
+    assert 0.93 <= paired.coverage <= 0.97
     independent, _ = draw_sweeps(np.random.default_rng(30_001), 500, scales, 3)
-    low_0, high_0, _ = intervals_of_many(independent, costs, None)
-    assert np.median(high - low) < 0.4 * np.median(high_0 - low_0)
+    alone = intervals_of_many(independent, costs, None)
+    assert np.median(paired.high_R - paired.low_R) < 0.4 * np.median(alone.high_R - alone.low_R)
 
 
 @pytest.mark.slow
