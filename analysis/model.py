@@ -208,7 +208,7 @@ class PowerModel(Model):
         }
         self._place_gradient = np.concatenate([np.eye(count)[used] for used, _ in self.design])
         self._place_hessian = np.concatenate(
-            [_places(*(self.design[t][0] for t in ij), count) for ij in self._products]
+            [_places(self.design[i][0], self.design[j][0], count) for i, j in self._products]
         )
 
     def bounds(self, smallest_loss: float) -> tuple[Floats, Floats]:
