@@ -130,10 +130,11 @@ def _compare(
     noise_sd: float | None, inversion: str, draws: int, rng: np.random.Generator,
 ) -> Result:  # fmt: skip
     noise = measure_noise(arms, noise_sd)
-    inverse = fit_baseline(arms.baseline, arms.method, asymptote=asymptote, sd=noise.sd, sd_df=noise.df)
+    inverse = fit_baseline(arms.baseline, arms.method, asymptote=asymptote, sd=noise.sd, sd_df=noise.sd_df)
     if np.isnan(noise.sd) and inverse.df > 0:
         noise = Noise(
             sd=float(np.sqrt(inverse.rss / inverse.df)),
+            sd_df=inverse.df,
             df=inverse.df,
             source="lack of fit",
             rho=np.nan,
@@ -288,7 +289,7 @@ def _details(
         "trend_p": trend_p,
         "noise_floor": {
             "sd_loss": noise.sd,
-            "df": noise.df,
+            "df": noise.sd_df,
             "source": noise.source,
             "log_speedup_single_run": noise.sd * steepness,
             "log_speedup_per_loss": steepness,

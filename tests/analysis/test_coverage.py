@@ -7,12 +7,14 @@ below 93% included, is in ``analysis/README.md``.
 from __future__ import annotations
 
 import numpy as np
+import pandas as pd
 import pytest
 from scipy import stats
 
 from scaling.analysis.cells import Cell
 from scaling.analysis.inversion import fit_baseline
 from scaling.analysis.isoloss import Arms, log_covariance, loss_gradient, measure_noise
+from scaling.analysis.seeds import compare_seeds
 from scaling.analysis.speedup import compare_speedup
 from tests.analysis.synthetic import sweep
 
@@ -22,7 +24,7 @@ TRUTH = float(np.log(1.25))
 def interval_of_core(arms: Arms, noise_sd: float | None) -> tuple[float, float]:
     """What compare_speedup reports, without tables and details (a tenth of the time)."""
     noise = measure_noise(arms, noise_sd)
-    inverse = fit_baseline(arms.baseline, arms.method, asymptote="auto", sd=noise.sd, sd_df=noise.df)
+    inverse = fit_baseline(arms.baseline, arms.method, asymptote="auto", sd=noise.sd, sd_df=noise.sd_df)
     losses = np.array([c.mean for c in arms.method])
     usable = np.ones(len(losses), dtype=bool)
     log_s = inverse.log_cost(losses[None], inverse.phi_P[None])[0] - np.log([c.x for c in arms.method])
@@ -77,6 +79,35 @@ def test_two_level_bootstrap_agrees_with_the_delta_method() -> None:
         widths = [i.high["log_speedup"] - i.low["log_speedup"] for i in result.intervals.values()]
         ratios.append(widths[1] / widths[0])
     assert np.mean(ratios) == pytest.approx(1.0, abs=0.15)
+
+
+def test_pairing_claims_no_more_than_the_pairs_show() -> None:
+    """A method that damps the seeds' spread: correlated by almost 1, but its pairs' differences vary all the same."""
+    damped = {0: -0.10, 1: 0.10}
+    rows = []
+    for i, compute in enumerate((1e10, 1e11, 1e12, 1e13)):
+        for method, factor in (("baseline", 1.0), ("new", 0.6)):
+            for seed, shift in damped.items():
+                loss = 1.8 + 1.8 * (compute / 1e10) ** -0.15 + factor * shift * (1 + 0.01 * i)
+                rows.append({"method": method, "size": f"s{i}", "C": compute, "seed": seed, "loss": loss})
+    table = pd.DataFrame(rows)
+    speedup = compare_speedup(table, baseline="baseline", draws=0)["new"]
+    seeds = compare_seeds(table, baseline="baseline", pairing="paired")["new"]
+    pairing, noise = speedup.details["pairing"], speedup.details["noise_floor"]
+    assert pairing["used"] and speedup.df == 4 and noise["df"] == 8
+    variance = 2 * noise["sd_loss"] ** 2 * (1 - pairing["rho"])
+    assert variance / 8 == pytest.approx(seeds.standard_error["delta"] ** 2)
+
+
+def test_scales_come_by_size_not_by_name() -> None:
+    rows = [
+        {"method": method, "size": size, "N": count, "seed": seed, "loss": 5.0 - count / 1e5 + seed / 100}
+        for size, count in (("12k", 12e3), ("6k", 6e3), ("160k", 160e3))
+        for method in ("baseline", "new")
+        for seed in (0, 1)
+    ]
+    found = compare_seeds(pd.DataFrame(rows), baseline="baseline")["new"]
+    assert [row["scale"] for row in found.details["scales"]] == ["6k", "12k", "160k"]
 
 
 @pytest.mark.slow
