@@ -31,6 +31,7 @@ EXCLUDED: Final = frozenset(
         "run.out",
         "run.log_every_steps",
         "run.system_metrics",
+        "run.track",
         "run.checkpoint_every_steps",
         "run.checkpoint_every_minutes",
         "run.keep_checkpoints",

@@ -7,19 +7,13 @@ on, and ``scaling runs sync`` makes up for it later.
 from __future__ import annotations
 
 import logging
-import signal
-import subprocess
-import sys
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Final
+
+from scaling.tracking.follower import Follower
 
 logger = logging.getLogger(__name__)
-
-LEAVE_S: Final = 60.0
-LAST_ROUND_S: Final = 600.0
 
 
 def default_store(out: Path) -> str:
@@ -33,30 +27,11 @@ def synced(out: Path, store: str | None) -> Iterator[None]:
     if store is None:
         yield
         return
-    command = [sys.executable, "-m", "scaling", "runs", "sync", str(out), "--store", store]
-    with tempfile.TemporaryFile() as said:
-        out.mkdir(parents=True, exist_ok=True)
-        process = subprocess.Popen(
-            [*command, "--follow"], stdin=subprocess.DEVNULL, stdout=said, stderr=said, start_new_session=True
-        )
-        try:
+    follower = Follower(out, store_uri=store)
+    try:
+        with follower:
             yield
-        finally:
-            process.send_signal(signal.SIGINT)
-            try:
-                process.wait(LEAVE_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-            _last_round(command, said)
-
-
-def _last_round(command: list[str], said: IO[bytes]) -> None:
-    said.seek(0, 2)
-    done = subprocess.run(command, stdout=said, stderr=said, timeout=LAST_ROUND_S, check=False)
-    if done.returncode != 0:
-        said.seek(0)
-        lines = said.read().decode("utf-8", errors="replace").strip().splitlines()
-        logger.warning(
-            "not synced (%s); `%s` makes up for it", lines[-1] if lines else "no word", " ".join(command[2:])
-        )
+    finally:
+        if follower.trouble:
+            command = f"scaling runs sync {out} --store {store}"
+            logger.warning("not synced (%s); `%s` makes up for it", follower.trouble, command)

@@ -1,7 +1,7 @@
 """A syncer in a process of its own beside whatever runs a sweep, so that live curves appear and nothing waits for them.
 
-Used by the quickstart and by ``scaling sweep submit|watch``. The process is ``scaling runs sync OUT --follow``; told to
-stop, it syncs once more.
+Used by the quickstart and, through ``sweeps.mirror``, by ``scaling sweep submit|watch``. The process is ``scaling runs
+sync OUT --follow``; told to stop, it syncs once more.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from scaling.tracking.state import FOLDER
 from scaling.tracking.store import normalise
 from scaling.tracking.syncer import INTERVAL_S
 
-STOP_S: Final = 120.0  # how long the last round may take
+STOP_S: Final = 600.0  # how long the last round may take
 LOG: Final = "sync.log"
 
 
@@ -80,3 +80,11 @@ class Follower:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+
+    @property
+    def trouble(self) -> str:
+        """The last thing it said, where it ended without having sent everything; else empty."""
+        if self._process is None or self._process.poll() in (None, 0):
+            return ""
+        lines = self.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        return lines[-1] if lines else "no word"
