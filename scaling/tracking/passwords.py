@@ -44,10 +44,12 @@ def prepare(folder: Path) -> dict[str, str]:
         return environment
     users, settings = folder / USERS, folder / SETTINGS
     unused = not users.exists() or not users.stat().st_size
-    if unused and len(os.environ.get(PASSWORD, "")) < MIN_CHARACTERS:
+    password = os.environ.get(PASSWORD, "")
+    # A part of MLflow 3.17's server (files, mlflow/server/auth/__init__.py) reads passwords as ASCII.
+    if unused and (len(password) < MIN_CHARACTERS or not password.isascii()):
         raise UsageError(
-            f"--auth: there are no users yet; set {PASSWORD} to a password of {MIN_CHARACTERS} characters or more for "
-            f"the user {ADMIN!r}, who can then add others"
+            f"--auth: there are no users yet; set {PASSWORD} to a password of {MIN_CHARACTERS} ASCII characters or "
+            f"more for the user {ADMIN!r}, who can then add others"
         )
     lines = (
         "[mlflow]",

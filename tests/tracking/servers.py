@@ -19,7 +19,7 @@ import requests
 
 from scaling.tracking.server import free_port, serve
 
-START_S = 120.0
+START_S = 240.0
 
 
 class MlflowServer:
