@@ -40,7 +40,7 @@ def sync(
     as_json: JsonOption = False,
 ) -> None:
     """Bring an MLflow store up to date with run folders; the only writer of the store."""
-    from scaling.cli.following import interruptible, line
+    from scaling.cli.following import Teller, interruptible
     from scaling.tracking import sync as sync_folders
     from scaling.tracking.jobs import Jobs
 
@@ -55,7 +55,7 @@ def sync(
             stop=stop,
             job_state=Jobs(),
             figures=figures or (),
-            on_round=lambda report: typer.echo(line(report), err=True),
+            on_round=Teller(),
         )
     if as_json:
         typer.echo(json.dumps(asdict(report) | {"ok": report.ok}))
