@@ -127,7 +127,7 @@ def decode(value: Any, is_nan: Any) -> Any:
     return values
 
 
-def _arranged(columns: Sequence[Any], metrics: int) -> Sequence[Any]:
+def _arranged(columns: list[Any], metrics: int) -> list[Any]:
     """Columns in order of run, metric and step, without repeated steps; the same arrays where they are so already."""
     import numpy as np
 

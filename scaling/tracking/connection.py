@@ -11,6 +11,7 @@ import json
 import os
 import random
 import time
+from base64 import b64encode
 from pathlib import Path
 from typing import Any, Final
 
@@ -32,11 +33,11 @@ class Missing(StoreError):
     """The server knows no such run or experiment."""
 
 
-class _Bearer(requests.auth.AuthBase):
-    """A token with every request."""
+class _Authorization(requests.auth.AuthBase):
+    """The same header with every request."""
 
-    def __init__(self, token: str) -> None:
-        self._header = f"Bearer {token}"
+    def __init__(self, header: str) -> None:
+        self._header = header
 
     def __call__(self, request: requests.PreparedRequest) -> requests.PreparedRequest:
         request.headers["Authorization"] = self._header
@@ -55,9 +56,10 @@ class Server:
         user, password = _credentials()
         # Given as authentication, not as a header: a ~/.netrc would replace a header.
         if user and password:
-            self._session.auth = (user.encode(), password.encode())  # requests itself would take Latin-1
+            # UTF-8, as MLflow's client; requests itself would take Latin-1
+            self._session.auth = _Authorization("Basic " + b64encode(f"{user}:{password}".encode()).decode())
         elif token:
-            self._session.auth = _Bearer(token)
+            self._session.auth = _Authorization(f"Bearer {token}")
         if os.environ.get("MLFLOW_TRACKING_INSECURE_TLS") == "true":
             self._session.verify = False
         elif bundle := os.environ.get("MLFLOW_TRACKING_SERVER_CERT_PATH"):

@@ -101,12 +101,10 @@ def test_a_server_with_passwords(tmp_path: Path, asking: MlflowServer, log_in: L
     assert len(read_runs(asking.url).table) == 1
     file.unlink()
 
-    user = {"username": "guest", "password": "just here to look"}
-    made = requests.post(
-        f"{asking.url}/api/2.0/mlflow/users/create", json=user, auth=("admin", PASSWORD.encode()), timeout=20
-    )
+    guest = {"username": "guest", "password": "just here to look"}
+    made = requests.post(f"{asking.url}/api/2.0/mlflow/users/create", json=guest, auth=("admin", PASSWORD), timeout=20)
     assert made.status_code == 200, made.text
-    log_in(**{"user": user["username"], "password": user["password"]})
+    log_in(guest["username"], guest["password"])
     assert len(read_runs(asking.url).table) == 1  # may look
     make_run(out, seed=2)
     report = sync(out, store_uri=asking.url, state_folder=tmp_path / "guest")
