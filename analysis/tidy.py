@@ -161,7 +161,8 @@ def drop(table: pd.DataFrame, keep: Collection[str] = ()) -> tuple[pd.DataFrame,
         else:
             left = table["curve_hash"][(status == "done") & _others(table.index, reasons)]
             twins = _again(left, "first")
-            new = {row: f"duplicate of {table.at[stays, 'run_key']} (same loss curve)" for row, stays in twins.items()}
+            keys = table["run_key"]
+            new = {row: f"duplicate of {keys.loc[stays]} (same loss curve)" for row, stays in twins.items()}
         reasons |= {run: reason for run, reason in new.items() if run not in reasons}
     if not reasons:
         return table, ()
