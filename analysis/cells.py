@@ -184,9 +184,11 @@ def paired(a: Cell, b: Cell) -> tuple[Floats, Floats]:
 
 
 def seed_correlation(pairs: Sequence[tuple[Floats, Floats]]) -> tuple[float, int, float]:
-    """Correlation of paired runs within cells, its degrees of freedom and one-sided p of rho > 0.
+    """Intraclass correlation of paired runs within cells, its degrees of freedom and one-sided p of rho > 0.
 
-    NaN, 0 and NaN where fewer than two degrees of freedom remain.
+    ``2 sum xy / (sum x^2 + sum y^2)``, not Pearson's: with it ``2 sd^2 (1 - rho)`` is the variance of the pairs'
+    differences also where one arm varies more than the other. The p is Pearson's, whose null does not need equal
+    variances. NaN, 0 and NaN where fewer than two degrees of freedom remain.
     """
     left = [a - a.mean() for a, _ in pairs if len(a) > 1]
     right = [b - b.mean() for _, b in pairs if len(b) > 1]
@@ -197,6 +199,7 @@ def seed_correlation(pairs: Sequence[tuple[Floats, Floats]]) -> tuple[float, int
     size = float(np.sqrt(np.sum(x**2) * np.sum(y**2)))
     if size == 0:
         return float("nan"), 0, float("nan")
-    rho = float(np.clip(np.sum(x * y) / size, -1.0, 1.0))
-    t = rho * np.sqrt((df - 1) / max(1 - rho**2, 1e-12))
+    pearson = float(np.clip(np.sum(x * y) / size, -1.0, 1.0))
+    t = pearson * np.sqrt((df - 1) / max(1 - pearson**2, 1e-12))
+    rho = float(2 * np.sum(x * y) / (np.sum(x**2) + np.sum(y**2)))
     return rho, df, float(stats.t.sf(t, df - 1))

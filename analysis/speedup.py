@@ -135,10 +135,11 @@ def _compare(
     noise_sd: float | None, inversion: str, draws: int, rng: np.random.Generator,
 ) -> Result:  # fmt: skip
     noise = measure_noise(arms, noise_sd)
-    inverse = fit_baseline(arms.baseline, arms.method, asymptote=asymptote, sd=noise.sd, sd_df=noise.df)
+    inverse = fit_baseline(arms.baseline, arms.method, asymptote=asymptote, sd=noise.sd, sd_df=noise.sd_df)
     if np.isnan(noise.sd) and inverse.noise_df > 0:
         noise = Noise(
             sd=float(np.sqrt(inverse.noise_rss / inverse.noise_df)),
+            sd_df=inverse.noise_df,
             df=inverse.noise_df,
             source="lack of fit",
             rho=np.nan,
@@ -293,7 +294,7 @@ def _details(
         "trend_p": trend_p,
         "noise_floor": {
             "sd_loss": noise.sd,
-            "df": noise.df,
+            "df": noise.sd_df,
             "source": noise.source,
             "log_speedup_single_run": noise.sd * steepness,
             "log_speedup_per_loss": steepness,

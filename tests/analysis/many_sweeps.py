@@ -73,10 +73,10 @@ def arms_of(losses_akS: Floats, costs_k: Floats) -> Arms:
 def interval_of_core(arms: Arms, noise_sd: float | None) -> tuple[float, float]:
     """What compare_speedup reports for one sweep, without tables and details (a tenth of the time)."""
     noise = measure_noise(arms, noise_sd)
-    inverse = fit_baseline(arms.baseline, arms.method, asymptote="auto", sd=noise.sd, sd_df=noise.df)
+    inverse = fit_baseline(arms.baseline, arms.method, asymptote="auto", sd=noise.sd, sd_df=noise.sd_df)
     if np.isnan(noise.sd):
         sd = float(np.sqrt(inverse.noise_rss / inverse.noise_df))
-        noise = replace(noise, sd=sd, df=inverse.noise_df, used_rho=0.0)
+        noise = replace(noise, sd=sd, sd_df=inverse.noise_df, df=inverse.noise_df, used_rho=0.0)
     losses = np.array([c.mean for c in arms.method])
     usable = np.ones(len(losses), dtype=bool)
     log_s = inverse.log_cost(losses[None], inverse.phi_P[None])[0] - np.log([c.x for c in arms.method])
@@ -96,7 +96,10 @@ def intervals_of_many(losses_RakS: Floats, costs_k: Floats, noise_sd: float | No
         df_R = np.full(len(df_R), 2.0 * (k - 3))
         sd_R = np.sqrt((arms[0].rss_R + arms[1].rss_R) / df_R)
     rise_R = np.maximum(both.rss_R - arms[0].rss_R - arms[1].rss_R, 0.0) / sd_R**2
-    p_R = np.where(np.isfinite(df_R), stats.f.sf(rise_R, 1, np.minimum(df_R, 1e9)), stats.chi2.sf(rise_R, 1))
+    # The test of equal asymptotes has the degrees of freedom of the SD, also where those of the pairs are used later.
+    pooled_df = 2.0 * k * (seeds - 1) if seeds > 1 else 2.0 * (k - 3)
+    sd_df = pooled_df if noise_sd is None else np.inf
+    p_R = stats.f.sf(rise_R, 1, sd_df) if np.isfinite(sd_df) else stats.chi2.sf(rise_R, 1)
     limits = []
     for fits in (both, arms[0]):
         log_s_Rk, gradient_Rkc = fits.log_speedups(means_Rak[:, 1])
@@ -123,11 +126,12 @@ def _noise(losses_RakS: Floats, noise_sd: float | None) -> tuple[Floats, Floats,
     pair_df = k * (seeds - 1)
     if pair_df >= 2:
         x, y = deviation[:, 0].reshape(count, -1), deviation[:, 1].reshape(count, -1)
-        r = np.sum(x * y, axis=1) / np.sqrt(np.sum(x**2, axis=1) * np.sum(y**2, axis=1))
+        xy, xx, yy = (np.sum(product, axis=1) for product in (x * y, x * x, y * y))
+        r = xy / np.sqrt(xx * yy)
         p = stats.t.sf(r * np.sqrt((pair_df - 1) / (1 - r**2)), pair_df - 1)
-        rho = np.where(p < PAIRING_LEVEL, r, 0.0)
+        rho = np.where(p < PAIRING_LEVEL, 2 * xy / (xx + yy), 0.0)
     if noise_sd is not None:
-        return np.full(count, noise_sd), np.where(rho > 0, float(pair_df), np.inf), rho
+        return np.full(count, noise_sd), np.full(count, np.inf), rho
     df = 2 * k * (seeds - 1)
     sd = np.sqrt(np.sum(deviation**2, axis=(1, 2, 3)) / df) if df else np.full(count, np.nan)
     return sd, np.where(rho > 0, float(pair_df), float(df)), rho

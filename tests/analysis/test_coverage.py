@@ -9,6 +9,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from scaling.analysis.seeds import compare_seeds
 from scaling.analysis.speedup import compare_speedup
 from tests.analysis.many_sweeps import SD, TRUTH, draw_sweeps, intervals_of_many
 from tests.analysis.synthetic import sweep
@@ -69,3 +70,32 @@ def test_two_level_bootstrap_agrees_with_the_delta_method() -> None:
         widths = [i.high["log_speedup"] - i.low["log_speedup"] for i in result.intervals.values()]
         ratios.append(widths[1] / widths[0])
     assert np.mean(ratios) == pytest.approx(1.0, abs=0.15)
+
+
+def test_pairing_claims_no_more_than_the_pairs_show() -> None:
+    """A method that damps the seeds' spread: correlated by almost 1, but its pairs' differences vary all the same."""
+    damped = {0: -0.10, 1: 0.10}
+    rows = []
+    for i, compute in enumerate((1e10, 1e11, 1e12, 1e13)):
+        for method, factor in (("baseline", 1.0), ("new", 0.6)):
+            for seed, shift in damped.items():
+                loss = 1.8 + 1.8 * (compute / 1e10) ** -0.15 + factor * shift * (1 + 0.01 * i)
+                rows.append({"method": method, "size": f"s{i}", "C": compute, "seed": seed, "loss": loss})
+    table = pd.DataFrame(rows)
+    speedup = compare_speedup(table, baseline="baseline", draws=0)["new"]
+    seeds = compare_seeds(table, baseline="baseline", pairing="paired")["new"]
+    pairing, noise = speedup.details["pairing"], speedup.details["noise_floor"]
+    assert pairing["used"] and speedup.df == 4 and noise["df"] == 8
+    variance = 2 * noise["sd_loss"] ** 2 * (1 - pairing["rho"])
+    assert variance / 8 == pytest.approx(seeds.standard_error["delta"] ** 2)
+
+
+def test_scales_come_by_size_not_by_name() -> None:
+    rows = [
+        {"method": method, "size": size, "N": count, "seed": seed, "loss": 5.0 - count / 1e5 + seed / 100}
+        for size, count in (("12k", 12e3), ("6k", 6e3), ("160k", 160e3))
+        for method in ("baseline", "new")
+        for seed in (0, 1)
+    ]
+    found = compare_seeds(pd.DataFrame(rows), baseline="baseline")["new"]
+    assert [row["scale"] for row in found.details["scales"]] == ["6k", "12k", "160k"]
