@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -65,7 +66,7 @@ def published(shared: Path) -> pd.DataFrame:
 
 
 @pytest.fixture(scope="module")
-def published_runs(shared: Path, optimisers: pd.DataFrame, published: pd.DataFrame) -> dict[int, pd.Series]:
+def published_runs(shared: Path, optimisers: pd.DataFrame, published: Any) -> dict[int, Any]:
     """Result -> losses at the published step of the runs beside its log, copies and stubs left out.
 
     Where a folder holds schedules of several lengths, the one with most runs counts; a curve of three evaluations is a
@@ -83,7 +84,7 @@ def published_runs(shared: Path, optimisers: pd.DataFrame, published: pd.DataFra
     return out
 
 
-def test_published_means_of_optimisers(published: pd.DataFrame, published_runs: dict[int, pd.Series]) -> None:
+def test_published_means_of_optimisers(published: Any, published_runs: dict[int, Any]) -> None:
     """41 of 46 published means to the 4 decimals printed (the source says 36), 44 with the n printed."""
     apart = {
         result: float(losses.mean() - published.loc[result, "mean_val_loss"])
@@ -103,9 +104,7 @@ PAIRWISE = {(11, 9): "0.69", (13, 11): "0.099", (13, 8): "0.029", (16, 14): "0.3
 
 
 @pytest.mark.parametrize("pair", PAIRWISE, ids=str)
-def test_published_pairwise_p(
-    published: pd.DataFrame, published_runs: dict[int, pd.Series], pair: tuple[int, int]
-) -> None:
+def test_published_pairwise_p(published: Any, published_runs: dict[int, Any], pair: tuple[int, int]) -> None:
     new, old = published.loc[pair[0]], published.loc[pair[1]]
     gain = float(old["mean_val_loss"] - new["mean_val_loss"])
     if pair == (34, 30):
@@ -116,7 +115,7 @@ def test_published_pairwise_p(
     assert f"{p:.{digits}f}" == PAIRWISE[pair]
 
 
-def test_published_pairwise_statistic(published: pd.DataFrame) -> None:
+def test_published_pairwise_statistic(published: Any) -> None:
     new, old = published.loc[12], published.loc[6]
     gain = old["mean_val_loss"] - new["mean_val_loss"] + 4.5e-5 * (old["steps"] - new["steps"])
     assert gain / np.sqrt(1 / new["n"] + 1 / old["n"]) == pytest.approx(0.00648, abs=1e-5)
