@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from scaling.analysis.certify import Fitted, solve
 from scaling.analysis.checklist import conventions, describe_dropped, describe_seeds, make_checklist
 from scaling.analysis.laws import Law, get_law
+from scaling.analysis.options import check_level
 from scaling.analysis.result import Caution, Interval, Result
 from scaling.analysis.robust import check_loss
 from scaling.analysis.screen import check_spread, numbers, screen
@@ -65,6 +66,7 @@ def backtest(
         When no cut leaves enough small runs for the law and a larger run to predict.
     """
     check_loss(loss, delta)
+    check_level(level)
     law = get_law(form)
     screened = screen(table, needs=[*law.variables, "loss"], analysis="fit backtest", keep_unfinished=keep_unfinished)
     frame = screened.frame

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from scaling.analysis.cells import scale_labels
+from scaling.analysis.cells import order_scales, scale_labels
 from scaling.analysis.inversion import Inverse
 from scaling.analysis.isoloss import Arms, Bools, Floats, Noise
 from scaling.analysis.result import Caution, Result
@@ -86,8 +86,10 @@ def mixed_budgets(frame: pd.DataFrame, methods: list[str]) -> list[Caution]:
     if "D" not in frame.columns or frame["D"].isna().any():
         return []
     part = frame[frame["method"].isin(methods)]
-    tokens = part.assign(_scale=scale_labels(part)).groupby("_scale")["D"].agg(["min", "max"])
-    mixed = [str(s) for s in tokens.index[tokens["max"] > 1.01 * tokens["min"]]]
+    labels = scale_labels(part)
+    tokens = part.assign(_scale=labels).groupby("_scale")["D"].agg(["min", "max"])
+    places = order_scales(part, labels)
+    mixed = sorted((str(s) for s in tokens.index[tokens["max"] > 1.01 * tokens["min"]]), key=lambda s: places[s])
     if not mixed:
         return []
     return [

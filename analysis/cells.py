@@ -6,6 +6,7 @@ standard deviation within cells, and the correlation of runs that share a seed.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -24,6 +25,8 @@ Floats = NDArray[np.float64]
 
 # Sizes within this factor are one scale: methods add a little to the parameters of a size.
 SAME_SCALE = 1.06
+# Letters after a number in the name of a size.
+MULTIPLES = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,9 +95,33 @@ def scale_labels(frame: pd.DataFrame, currency: str | None = None) -> list[str]:
     return out
 
 
+def size_key(label: str) -> tuple[str, float, str]:
+    """Sorts names of sizes by the number in them, a thousand, million or billion by its letter.
+
+    >>> sorted(["12k", "50k", "6k", "1.3B", "25M"], key=size_key)
+    ['6k', '12k', '50k', '25M', '1.3B']
+    """
+    found = re.search(r"(\d+(?:\.\d+)?(?:e[+-]?\d+)?)([kKmMbBgGtT]?)(?![A-Za-z0-9])", label)
+    if found is None:
+        return label, 0.0, label
+    return label[: found.start()], float(found[1]) * MULTIPLES[found[2].lower()], label
+
+
+def order_scales(frame: pd.DataFrame, labels: Sequence[str]) -> dict[str, int]:
+    """Label of each scale -> its place, smallest first: by parameters, else compute, else tokens, else its name."""
+    names = np.array(labels, dtype=object)
+    columns = ("N", "n_params_non_embedding", "n_params", "C", "flops", "D", "tokens")
+    column = next((c for c in columns if c in frame.columns and frame[c].notna().all()), None)
+    values = numbers(frame, column) if column else np.ones(len(frame))
+    typical = {str(name): float(np.median(values[names == name])) for name in dict.fromkeys(labels)}
+    ordered = sorted(typical, key=lambda name: (typical[name], size_key(name)))
+    return {name: place for place, name in enumerate(ordered)}
+
+
 def make_cells(frame: pd.DataFrame, *, cost: str | None) -> dict[str, dict[str, Cell]]:
-    """Method -> scale -> cell, scales in order of cost; ``cost`` is the column of the currency."""
-    scales = np.array(scale_labels(frame, cost))
+    """Method -> scale -> cell, scales in order of cost, or of size without one; ``cost`` is the currency's column."""
+    labels = scale_labels(frame, cost)
+    scales, places = np.array(labels), order_scales(frame, labels)
     methods = frame["method"].to_numpy(dtype=str)
     losses = numbers(frame, "loss")
     costs = numbers(frame, cost) if cost else np.ones(len(frame))
@@ -118,7 +145,7 @@ def make_cells(frame: pd.DataFrame, *, cost: str | None) -> dict[str, dict[str, 
                     seeds=tuple(str(s) for s in seeds[rows]),
                 )
             )
-        found.sort(key=lambda c: (c.x, c.scale))
+        found.sort(key=lambda c: (c.x if cost else 0.0, places[c.scale]))
         out[str(method)] = {c.scale: c for c in found}
     return out
 
@@ -157,9 +184,11 @@ def paired(a: Cell, b: Cell) -> tuple[Floats, Floats]:
 
 
 def seed_correlation(pairs: Sequence[tuple[Floats, Floats]]) -> tuple[float, int, float]:
-    """Correlation of paired runs within cells, its degrees of freedom and one-sided p of rho > 0.
+    """Intraclass correlation of paired runs within cells, its degrees of freedom and one-sided p of rho > 0.
 
-    NaN, 0 and NaN where fewer than two degrees of freedom remain.
+    ``2 sum xy / (sum x^2 + sum y^2)``, not Pearson's: with it ``2 sd^2 (1 - rho)`` is the variance of the pairs'
+    differences also where one arm varies more than the other. The p is Pearson's, whose null does not need equal
+    variances. NaN, 0 and NaN where fewer than two degrees of freedom remain.
     """
     left = [a - a.mean() for a, _ in pairs if len(a) > 1]
     right = [b - b.mean() for _, b in pairs if len(b) > 1]
@@ -170,6 +199,7 @@ def seed_correlation(pairs: Sequence[tuple[Floats, Floats]]) -> tuple[float, int
     size = float(np.sqrt(np.sum(x**2) * np.sum(y**2)))
     if size == 0:
         return float("nan"), 0, float("nan")
-    rho = float(np.clip(np.sum(x * y) / size, -1.0, 1.0))
-    t = rho * np.sqrt((df - 1) / max(1 - rho**2, 1e-12))
+    pearson = float(np.clip(np.sum(x * y) / size, -1.0, 1.0))
+    t = pearson * np.sqrt((df - 1) / max(1 - pearson**2, 1e-12))
+    rho = float(2 * np.sum(x * y) / (np.sum(x**2) + np.sum(y**2)))
     return rho, df, float(stats.t.sf(t, df - 1))

@@ -16,7 +16,8 @@ from scaling.analysis.laws import Law
 from scaling.analysis.model import Model, bind
 from scaling.analysis.result import Status
 from scaling.analysis.robust import curvature, objective, slope
-from scaling.analysis.solver import GRADIENT_TOLERANCE, Goal, Solution, minimise, residuals, vertex
+from scaling.analysis.solver import GRADIENT_TOLERANCE, Goal, Solution, minimise, residuals
+from scaling.analysis.vertex import vertex, vertex_gradient
 from scaling.errors import FitError
 
 Floats = NDArray[np.float64]
@@ -125,6 +126,9 @@ def solve(
     value = objective(residuals(model, phi[None], y_n[None], log=log)[0], w_n, loss=loss, delta=delta)
     evidence = _evidence(model, goal, y_n, w_n, solution, best, start)
     evidence["passes_through_rows"] = at_vertex if loss == "l1" else None
+    if at_vertex:
+        left = vertex_gradient(model, y_n, w_n, phi, ~_at_bound(phi, goal), log=log)
+        evidence |= {"gradient": left, "converged": evidence["converged"] or left <= GRADIENT_TOLERANCE}
     status = _grade(goal, phi, evidence, len(y_n))
     return Fitted(
         model=model, goal=goal, y_n=y_n, w_n=w_n, phi_P=phi, objective=value, status=status, certificate=evidence

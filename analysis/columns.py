@@ -74,10 +74,13 @@ def _read(source: str | Path) -> pd.DataFrame:
         raise TableError(f"{text}: no such file; --runs takes a .parquet or .csv file or an MLflow store's address")
     suffixes = [s for s in path.suffixes if s not in (".gz", ".xz", ".zst", ".bz2")]
     kind = suffixes[-1] if suffixes else ""
-    if kind == ".parquet":
-        return pd.read_parquet(path)
-    if kind in (".csv", ".tsv"):
-        return pd.read_csv(path, sep="\t" if kind == ".tsv" else ",")
+    try:
+        if kind == ".parquet":
+            return pd.read_parquet(path)
+        if kind in (".csv", ".tsv"):
+            return pd.read_csv(path, sep="\t" if kind == ".tsv" else ",")
+    except (ValueError, OSError) as error:  # pandas' and pyarrow's own errors are kinds of these
+        raise TableError(f"{text}: cannot be read as {kind} ({str(error).splitlines()[0]})") from error
     raise TableError(f"{text}: unknown kind of table {kind!r}; allowed: .parquet, .csv, .tsv")
 
 

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from scipy import stats
 
 from scaling.analysis.noise import noise_floor
+from scaling.analysis.options import check_level
 from scaling.analysis.result import Caution, Interval, Result
 from scaling.analysis.screen import numbers
 from scaling.analysis.spread import chi_square_limits
@@ -37,6 +38,7 @@ def measure_floor(
     table: pd.DataFrame, *, kind: str, by: list[str] | None, min_runs: int, level: float, keep_unfinished: bool = False
 ) -> Result:
     """The floor of one kind: ``seed`` (final losses), ``tail`` (curves) or ``evaluation`` (documents)."""
+    check_level(level)
     if kind not in KINDS:
         raise UsageError(f"kind {kind!r} is unknown; {nearest(kind, KINDS)}")
     if kind == "tail":

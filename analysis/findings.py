@@ -13,6 +13,7 @@ from typing import Final
 import pandas as pd
 
 from scaling.analysis.arms import by_condition, by_option, natural
+from scaling.analysis.cells import size_key
 from scaling.analysis.readings import Curve, Delta, Noise, Speedup
 from scaling.analysis.result import Caution, Result
 from scaling.analysis.supplements import Supplements, wide_scores
@@ -165,5 +166,5 @@ def by_parameters(runs: pd.DataFrame) -> list[str]:
         parameters = known.groupby("size")["n_params_non_embedding"].median()
     return sorted(
         map(str, parameters.index),
-        key=lambda name: (float(parameters[name]) if pd.notna(parameters[name]) else 0.0, name),
+        key=lambda name: (float(parameters[name]) if pd.notna(parameters[name]) else 0.0, size_key(name)),
     )

@@ -18,12 +18,13 @@ from scaling.analysis.certify import Fitted, solve
 from scaling.analysis.checklist import conventions, describe_dropped, describe_seeds, make_checklist
 from scaling.analysis.intervals import INTERVALS, make_intervals
 from scaling.analysis.laws import Law, get_law
+from scaling.analysis.options import check_draws, check_level, generator
 from scaling.analysis.result import Caution, Interval, Result
 from scaling.analysis.robust import check_loss
 from scaling.analysis.screen import Screened, check_spread, numbers, screen
 from scaling.analysis.sharing import SHARES, compare_sharing, pick_sharing, shared_names
 from scaling.analysis.uncertainty import covariance
-from scaling.errors import UsageError, nearest
+from scaling.errors import TableError, UsageError, nearest
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -90,10 +91,15 @@ def fit_law(
     """
     check_loss(loss, delta)
     _check_options(residual, interval, share, level)
+    check_draws(draws, at_least=0 if interval in ("delta", "profile", "none") else 2)
+    random = generator(rng)
     law = get_law(form)
     needs = [*law.variables, "loss", *([by] if by else []), *([weights] if weights else [])]
     screened = screen(table, needs=needs, analysis="fit law", keep_unfinished=keep_unfinished)
     frame = screened.frame
+    if cluster is not None and (cluster not in frame.columns or frame[cluster].nunique() < 2):
+        there = "is not in the table" if cluster not in frame.columns else "has one value: nothing can be resampled"
+        raise TableError(f"fit law: cluster column {cluster!r} {there}; it has: {', '.join(map(str, table.columns))}")
     for variable in law.variables:
         check_spread(numbers(frame, variable), variable, "fit law")
     groups = [str(g) for g in frame[by]] if by else None
@@ -101,6 +107,8 @@ def fit_law(
     x = {v: numbers(frame, v) for v in law.variables}
     y_n = numbers(frame, "loss")
     w_n = numbers(frame, weights) if weights else np.ones(len(y_n))
+    if weights and not (np.all(np.isfinite(w_n)) and np.all(w_n >= 0) and np.sum(w_n) > 0):
+        raise TableError(f"fit law: weights in column {weights!r} must be numbers of 0 or more, not all 0")
     tests: list[dict[str, Any]] = []
     if groups is None or len(set(groups)) == 1:
         fitted = solve(law, x, y_n, w_n, groups=None, **options)  # type: ignore[arg-type]
@@ -119,12 +127,12 @@ def fit_law(
             )
         fitted = fits[chosen]
     intervals, errors = make_intervals(
-        fitted, frame, by=by, level=level, kind=interval, cluster=cluster, draws=draws, rng=np.random.default_rng(rng)
+        fitted, frame, by=by, level=level, kind=interval, cluster=cluster, draws=draws, rng=random
     )
     headline = intervals.get("cluster" if interval == "all" else interval)
     return _result(
         law, fitted, screened, by=by, chosen=chosen, tests=tests, intervals=intervals, errors=errors,
-        headline=None if interval == "none" else headline, loss=loss, delta=delta, residual=residual,
+        headline=None if interval == "none" else headline, asked=interval, loss=loss, delta=delta, residual=residual,
     )  # fmt: skip
 
 
@@ -135,14 +143,13 @@ def _check_options(residual: str, interval: str, share: str, level: float) -> No
         raise UsageError(f"interval {interval!r} is unknown; {nearest(interval, INTERVALS)}")
     if share not in SHARES:
         raise UsageError(f"share {share!r} is unknown; {nearest(share, SHARES)}")
-    if not 0 < level < 1:
-        raise UsageError(f"level must lie between 0 and 1, got {level!r}")
+    check_level(level)
 
 
 def _result(
     law: Law, fitted: Fitted, screened: Screened, *, by: str | None, chosen: str, tests: list[dict[str, Any]],
-    intervals: Mapping[str, Interval], errors: Mapping[str, float], headline: Interval | None, loss: str, delta: float,
-    residual: str,
+    intervals: Mapping[str, Interval], errors: Mapping[str, float], headline: Interval | None, asked: str, loss: str,
+    delta: float, residual: str,
 ) -> Result:  # fmt: skip
     frame = screened.frame
     certificate = dict(fitted.certificate)
@@ -174,7 +181,7 @@ def _result(
         objective=fitted.objective,
         certificate=certificate,
         conventions={**used, "residual": residual, "loss_function": loss},
-        warnings=(*screened.cautions, *_cautions(fitted, frame, headline)),
+        warnings=(*screened.cautions, *_cautions(fitted, frame, headline), *_missing(fitted, headline, asked)),
         dropped=screened.dropped,
         checklist=make_checklist(entries),
         details=_details(law, fitted, frame, by=by, chosen=chosen, tests=tests),
@@ -214,6 +221,16 @@ def _cautions(fitted: Fitted, frame: pd.DataFrame, headline: Interval | None) ->
         text = f"residual SD is {ratio:.3g} delta: the Huber loss acts as absolute values"
         out.append(Caution(code="delta-small", message=text))
     return out
+
+
+def _missing(fitted: Fitted, headline: Interval | None, asked: str) -> list[Caution]:
+    if headline is not None or asked == "none" or fitted.df <= 0:
+        return []
+    text = (
+        f"no {'cluster' if asked == 'all' else asked} interval: fewer than half of the refits converged; give the law "
+        "fewer parameters or more scales"
+    )
+    return [Caution(code="refits-failed", message=text)]
 
 
 def _details(

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from scaling.analysis.certify import solve
 from scaling.analysis.checklist import conventions, describe_dropped, describe_seeds, make_checklist
 from scaling.analysis.laws import get_law
+from scaling.analysis.options import check_draws, check_level, generator
 from scaling.analysis.result import Caution, Interval, Result
 from scaling.analysis.robust import check_loss
 from scaling.analysis.screen import check_spread, numbers, screen
@@ -92,6 +93,9 @@ def compute_frontier(
         When the form has no such optimum or a budget is not positive.
     """
     check_loss(loss, delta)
+    check_level(level)
+    check_draws(draws, at_least=2)
+    random = generator(rng)
     if form not in FORMS:
         raise UsageError(f"form {form!r} has no closed optimum; allowed: {', '.join(FORMS)}")
     if not budgets or any(not b > 0 for b in budgets):
@@ -120,7 +124,7 @@ def compute_frontier(
     interval, errors = None, {}
     if fitted.df > 0:
         clusters = [str(v) for v in frame["run_key"]] if "run_key" in frame.columns else None
-        made = cluster_bootstrap(fitted, clusters, draws, np.random.default_rng(rng))
+        made = cluster_bootstrap(fitted, clusters, draws, random)
         drawn = quantities(made.natural_RP[made.converged_R])
         ends = {name: np.quantile(v, [(1 - level) / 2, (1 + level) / 2]) for name, v in drawn.items()}
         errors = {name: float(np.std(v, ddof=1)) for name, v in drawn.items()}

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import stats
 
+from scaling.analysis.cells import order_scales, size_key
 from scaling.analysis.envelope import best_settings
 from scaling.analysis.paired import dunnett, t_summary
 from scaling.analysis.result import Caution, Interval, Result
@@ -50,6 +51,7 @@ def head_optimum(
     if by and by not in frame.columns:
         raise TableError(f"head count: column {by!r} missing; the table has: {', '.join(map(str, frame.columns))}")
     groups = {str(k): g for k, g in frame.groupby(by, sort=True)} if by else {"all": frame}
+    groups = {name: groups[name] for name in sorted(groups, key=size_key)}
     squares, df = 0.0, 0
     for part in groups.values():
         for _, cell in part.groupby("H"):
@@ -160,6 +162,7 @@ def learning_rate_robustness(
         raise UsageError(f"noise_sd must be positive, got {noise_sd!r}")
     frame = table if "size" in table.columns else table.assign(size="all")
     best, cautions = best_settings(frame, over=("lr",), by=("method", "size"), noise_sd=noise_sd, rng=rng)
+    best = best.iloc[np.argsort(best["size"].astype(str).map(order_scales(frame, list(frame["size"].astype(str)))))]
     methods = list(dict.fromkeys(best["method"].astype(str)))
     if baseline not in methods:
         raise TableError(f"method {baseline!r} is not in the table; it has: {', '.join(methods)}")

@@ -54,7 +54,9 @@ class Cache:
             shutil.rmtree(self.folder, ignore_errors=True)
             merged = new
         else:
-            old = self.index[self.index.index.isin(list(fingerprints)) & ~self.index.index.isin(rows.index)]
+            new_ids = set(rows.index.tolist())
+            kept = [run in fingerprints and run not in new_ids for run in self.index.index.tolist()]
+            old = self.index if all(kept) else self.index[kept]
             merged = pd.concat([old, new]) if len(old) else new
             merged = merged.sort_values(["started_ms", "run_key"], kind="stable")
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -114,13 +116,17 @@ class Cache:
         return max(numbers, default=0) + 1
 
     def _load(self) -> pd.DataFrame | None:
+        import pandas as pd
+
         path = self.folder / "index.parquet"
         if not path.exists():
             return None
         table = _read(path)
         if _metadata(table).get("options") != self._options:
             return None
-        return _typed(_completed(table.to_pandas().set_index("source_id")))
+        frame = table.to_pandas()
+        ids = pd.Index(frame.pop("source_id").tolist(), dtype=object, name="source_id")
+        return _typed(_completed(frame.set_axis(ids, axis=0)))
 
 
 def write_table(table: pd.DataFrame, dropped: Sequence[Dropped], path: Path) -> None:

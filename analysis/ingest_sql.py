@@ -176,7 +176,7 @@ class _Collector:
     def __init__(self, progress: Progress | None) -> None:
         self._runs: dict[str, int] = {}
         self._metrics: dict[str, int] = {}
-        self._parts: list[tuple[tuple[int, int], tuple[Any, ...]]] = []
+        self._parts: list[tuple[tuple[int, int], list[Any]]] = []
         self._lock = threading.Lock()
         self._progress = progress
         self._rows = 0
@@ -208,7 +208,7 @@ class _Collector:
                     self._progress("metric rows", self._rows, 0)
             run, metric = run_map[runs.indices.to_numpy()], metric_map[metrics.indices.to_numpy()]
             with self._lock:
-                self._parts.append(((place, number), (run, metric, step, time_ms, value)))
+                self._parts.append(((place, number), [run, metric, step, time_ms, value]))
 
     def points(self) -> Points:
         """All rows, in the order of the database."""
@@ -218,6 +218,8 @@ class _Collector:
         columns = []
         for i, dtype in enumerate((np.int32, np.int32, np.int64, np.int64, np.float64)):
             columns.append(np.concatenate([part[1][i] for part in self._parts]) if self._parts else np.empty(0, dtype))
+            for part in self._parts:
+                part[1][i] = None  # one column at a time, so that only one is there twice
         self._parts = []
         run, metric, step, time_ms, value = columns
         return Points(

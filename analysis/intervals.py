@@ -41,7 +41,10 @@ def make_intervals(
     fitted: Fitted, frame: pd.DataFrame, *, by: str | None, level: float, kind: str, cluster: str | None, draws: int,
     rng: np.random.Generator,
 ) -> tuple[dict[str, Interval], dict[str, float]]:  # fmt: skip
-    """Intervals by kind and standard errors of the headline one; nothing at 0 degrees of freedom."""
+    """Intervals by kind and standard errors of the headline one; nothing at 0 degrees of freedom.
+
+    A bootstrap of which too few refits converge gives no interval.
+    """
     if fitted.df <= 0 or kind == "none":
         return {}, {}
     names = fitted.model.parameters
@@ -56,25 +59,27 @@ def make_intervals(
     if df_cell == 0:
         sd_cell, df_cell = float(np.sqrt(np.sum(fitted.residual_n**2) / fitted.df)), fitted.df
 
-    def keep(name: str, made: Draws, interval: Interval) -> None:
-        out[name] = interval
+    def keep(name: str, made: Draws, method: str, df: float | None = None) -> None:
+        if not made.enough:
+            return
+        out[name] = (
+            percentile_interval(fitted, made, level, f"{method} bootstrap, percentile")
+            if df is None
+            else t_interval(fitted, made, df, level, f"{method} bootstrap, t")
+        )
         if name == kind or (kind == "all" and name == "cluster"):
-            spread = np.std(made.natural_RP[made.converged_R], axis=0, ddof=1)
+            spread = np.std(made.kept_RP, axis=0, ddof=1)
             errors.update(zip(names, map(float, spread), strict=True))
 
     wanted = INTERVALS[:-2] if kind == "all" else (kind,)
     if "cluster" in wanted:
-        made = cluster_bootstrap(fitted, clusters, draws, rng)
-        keep("cluster", made, percentile_interval(fitted, made, level, "cluster bootstrap, percentile"))
+        keep("cluster", cluster_bootstrap(fitted, clusters, draws, rng), "cluster")
     if "pairs" in wanted:
-        made = cluster_bootstrap(fitted, None, draws, rng)
-        keep("pairs", made, percentile_interval(fitted, made, level, "pairs bootstrap, percentile"))
+        keep("pairs", cluster_bootstrap(fitted, None, draws, rng), "pairs")
     if "two-level" in wanted:
-        made = two_level_bootstrap(fitted, cells, draws, rng, sd=sd_cell)
-        keep("two-level", made, t_interval(fitted, made, df_cell, level, "two-level bootstrap, t"))
+        keep("two-level", two_level_bootstrap(fitted, cells, draws, rng, sd=sd_cell), "two-level", df_cell)
     if "parametric" in wanted:
-        made = parametric_bootstrap(fitted, sd_cell, draws, rng)
-        keep("parametric", made, t_interval(fitted, made, df_cell, level, "parametric bootstrap, t"))
+        keep("parametric", parametric_bootstrap(fitted, sd_cell, draws, rng), "parametric", df_cell)
     if "profile" in wanted and fitted.goal.loss != "l1":
         out["profile"] = profile_interval(fitted, level)
     if kind == "profile" and "profile" not in out:

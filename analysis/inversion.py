@@ -31,9 +31,9 @@ SHARE_LEVEL = 0.05
 class Inverse:
     """A baseline law ready to be inverted.
 
-    ``cells`` are those it was fitted to, baseline first; ``rss`` and ``df`` are the lack of fit of both arms'
-    laws; ``response`` (P, cells) is how its parameters move with their
-    mean losses; ``at`` are the places of E, A, a among the parameters.
+    ``cells`` are those it was fitted to, baseline first; ``response`` (P, cells) is how its parameters move with their
+    mean losses; ``at`` are the places of E, A, a among the parameters. ``rss`` and ``df`` are the lack of fit of the
+    laws used, ``noise_rss`` and ``noise_df`` the one that measures the noise where nothing else does.
     """
 
     model: Model
@@ -46,6 +46,8 @@ class Inverse:
     sharing_p: float | None
     rss: float
     df: int
+    noise_rss: float
+    noise_df: int
 
     @property
     def curve(self) -> dict[str, float]:
@@ -152,8 +154,7 @@ def fit_baseline(
     if asymptote == "free":
         if len({c.x for c in method}) < 4:
             return alone
-        other = _fit(method, (), "free")
-        return replace(alone, rss=alone.rss + other.rss, df=alone.df + other.df)
+        return _both(alone, _fit(method, (), "free"))
     together = len({c.x for c in method}) >= 2 and len(baseline) + len(method) >= 5
     if not together:
         return alone
@@ -164,14 +165,23 @@ def fit_baseline(
         return shared
     free_method = _fit(method, (), "free")
     rise = max(shared.rss - alone.rss - free_method.rss, 0.0)
+    apart = _both(alone, free_method)
     if np.isnan(sd):
-        df = alone.df + free_method.df
-        p = float(stats.f.sf(rise / ((alone.rss + free_method.rss) / df), 1, df)) if df > 0 else 1.0
+        p = float(stats.f.sf(rise / (apart.rss / apart.df), 1, apart.df)) if apart.df > 0 else 1.0
     else:
         p = float(stats.f.sf(rise / sd**2, 1, sd_df)) if np.isfinite(sd_df) else float(stats.chi2.sf(rise / sd**2, 1))
-    if p > SHARE_LEVEL:
+    if p <= SHARE_LEVEL:
+        return replace(apart, sharing_p=p)
+    if apart.df == 0:
         return replace(shared, sharing_p=p)
-    return replace(alone, sharing_p=p, rss=alone.rss + free_method.rss, df=alone.df + free_method.df)
+    # A shared law is kept only where its lack of fit is small: that of the free laws does not know the choice.
+    return replace(shared, sharing_p=p, noise_rss=apart.rss, noise_df=apart.df)
+
+
+def _both(alone: Inverse, other: Inverse) -> Inverse:
+    """The baseline's law with the lack of fit of both arms."""
+    rss, df = alone.rss + other.rss, alone.df + other.df
+    return replace(alone, rss=rss, df=df, noise_rss=rss, noise_df=df)
 
 
 def refit(inverse: Inverse, means_Rk: Floats) -> Floats:
@@ -207,6 +217,8 @@ def _fit(baseline: Sequence[Cell], method: Sequence[Cell], asymptote: str | floa
     matrix = gauss_newton(model, phi, w, log=False)[np.ix_(free, free)]
     response = np.zeros((len(phi), len(cells)))
     response[free] = np.linalg.pinv(matrix, hermitian=True) @ (jacobian[:, free] * w[:, None]).T
+    rss = 2 * float(found.objective_R[best])
+    df = len(cells) - len(phi) + int(isinstance(asymptote, float))
     return Inverse(
         model=model,
         goal=goal,
@@ -216,8 +228,10 @@ def _fit(baseline: Sequence[Cell], method: Sequence[Cell], asymptote: str | floa
         at=(int(columns[0]), int(columns[1]), int(columns[2])),
         asymptote=f"{asymptote:g}" if isinstance(asymptote, float) else ("shared" if method else "free"),
         sharing_p=None,
-        rss=2 * float(found.objective_R[best]),
-        df=len(cells) - len(phi) + int(isinstance(asymptote, float)),
+        rss=rss,
+        df=df,
+        noise_rss=rss,
+        noise_df=df,
     )
 
 

@@ -17,6 +17,7 @@ from scipy.interpolate import Akima1DInterpolator
 
 from scaling.analysis.cells import group_near
 from scaling.analysis.checklist import describe_dropped, describe_seeds, make_checklist
+from scaling.analysis.options import check_draws, check_level, check_noise, generator
 from scaling.analysis.result import Caution, Dropped, Interval, Result
 from scaling.analysis.screen import numbers, screen
 from scaling.errors import FitError, UsageError
@@ -94,12 +95,15 @@ def fit_isoflop(
     FitError
         When fewer than two budgets have an inner minimum.
     """
+    check_level(level)
+    check_draws(draws, at_least=2)
+    check_noise(noise if isinstance(noise, (int, float)) else None)
+    random = generator(rng)
     if curve not in CURVES:
         raise UsageError(f"curve {curve!r} is unknown; allowed: {', '.join(CURVES)}")
     screened = screen(table, needs=["N", "C", "loss"], analysis="fit isoflop")
     frame = screened.frame
     profiles, dropped = _profiles(frame, curve, noise)
-    generator = np.random.default_rng(rng)
     kept: list[_Profile] = []
     optima: list[float] = []
     spreads: list[float] = []
@@ -119,7 +123,7 @@ def fit_isoflop(
             continue
         where, spread, sample = float(best[0]), float("nan"), np.full(0, np.nan)
         if noise is not None:
-            sample, _ = _minimum(p, p.losses + generator.normal(size=(draws, len(p.losses))) * p.sd, curve)
+            sample, _ = _minimum(p, p.losses + random.normal(size=(draws, len(p.losses))) * p.sd, curve)
             inner = sample[np.isfinite(sample)]
             if len(inner) < 0.5 * draws:
                 dropped.append(

@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 
 from scaling.analysis.cells import Cell, paired, pooled_sd, seed_correlation
 from scaling.analysis.inversion import Inverse, refit
-from scaling.errors import UsageError
 
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
@@ -45,9 +44,14 @@ class Arms:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Noise:
-    """Standard deviation of one run within a cell, where it comes from, and the correlation of pairs of seeds."""
+    """Standard deviation of one run within a cell, where it comes from, and the correlation of pairs of seeds.
+
+    ``sd_df`` are the degrees of freedom of ``sd``, ``df`` those of an interval: where the correlation counts, what is
+    left is the pairs' differences, and there are half as many of them.
+    """
 
     sd: float
+    sd_df: float
     df: float
     source: str
     rho: float
@@ -58,14 +62,20 @@ class Noise:
 def measure_noise(arms: Arms, known: float | None) -> Noise:
     """Pooled within cells of both arms, or given; the correlation counts only where it is significantly positive."""
     cells = arms.cells
-    rho, _, p = seed_correlation([paired(cells[i], cells[j]) for i, j in arms.pairs])
+    rho, pairs_df, p = seed_correlation([paired(cells[i], cells[j]) for i, j in arms.pairs])
     used = rho if p < PAIRING_LEVEL else 0.0
     if known is not None:
-        if not known > 0:
-            raise UsageError(f"noise_sd must be positive, got {known!r}")
-        return Noise(sd=known, df=np.inf, source="given", rho=rho, rho_p=p, used_rho=used)
+        return Noise(sd=known, sd_df=np.inf, df=np.inf, source="given", rho=rho, rho_p=p, used_rho=used)
     sd, df = pooled_sd(cells)
-    return Noise(sd=sd, df=float(df), source="pooled cells", rho=rho, rho_p=p, used_rho=used)
+    return Noise(
+        sd=sd,
+        sd_df=float(df),
+        df=float(pairs_df if used else df),
+        source="pooled cells",
+        rho=rho,
+        rho_p=p,
+        used_rho=used,
+    )
 
 
 def loss_gradient(inverse: Inverse, arms: Arms, losses: Floats, usable: Bools) -> Floats:

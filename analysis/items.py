@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import stats
 
+from scaling.analysis.options import check_level, generator
 from scaling.analysis.paired import holm, sign_flip
 from scaling.analysis.result import Caution, Interval, Result
 from scaling.errors import TableError, UsageError, nearest
@@ -101,19 +102,20 @@ def compare_items(
     TableError, UsageError
         When columns or methods are missing, or an item is answered twice.
     """
+    check_level(level)
     if table is None:
         if gains is None or losses is None:
             raise UsageError("compare items: give a table, or both counts of discordant items (--gains and --losses)")
         return {method or "method": _from_counts(gains, losses, gains + losses, level, None, None)}
     _check(table, baseline)
     out: dict[str, Result] = {}
-    generator = np.random.default_rng(rng)
+    random = generator(rng)
     tasks = list(dict.fromkeys(table["task"].astype(str))) if "task" in table.columns else [None]
     for name in [method] if method else [m for m in dict.fromkeys(table["method"].astype(str)) if m != baseline]:
         for task in tasks:
             part = table if task is None else table[table["task"].astype(str) == task]
             key = name if task is None or len(tasks) == 1 else f"{name}/{task}"
-            out[key] = _pair(part, str(baseline), str(name), level, generator)
+            out[key] = _pair(part, str(baseline), str(name), level, random)
     return _add_holm(out)
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -205,6 +206,10 @@ class PowerModel(Model):
             for j, b in enumerate(self.design)
             if i <= j
         }
+        self._place_gradient = np.concatenate([np.eye(count)[used] for used, _ in self.design])
+        self._place_hessian = np.concatenate(
+            [_places(self.design[i][0], self.design[j][0], count) for i, j in self._products]
+        )
 
     def bounds(self, smallest_loss: float) -> tuple[Floats, Floats]:
         low, high = super().bounds(smallest_loss)
@@ -248,23 +253,30 @@ class PowerModel(Model):
     def system(self, cache: Any, slope_Rn: Floats, weight_Rn: Floats, curve_Rn: Floats) -> tuple[Floats, Floats]:
         parts: list[Floats] = cache
         size = len(self.slots)
-        gradient = np.zeros((len(slope_Rn), size))
-        hessian = np.zeros((len(slope_Rn), size, size))
         # d2f = sum_j p_j m_j m_j' - df df', so the outer products of df carry weight - curve.
         net_Rn = weight_Rn - curve_Rn
-        for i, (used_i, m_i) in enumerate(self.design):
-            gradient[:, used_i] += (slope_Rn * parts[i]) @ m_i
-            scaled_Rn = net_Rn * parts[i]
-            for j in range(i, len(self.design)):
-                used_j = self.design[j][0]
-                coefficient = scaled_Rn * parts[j]
-                if i == j:
-                    coefficient += curve_Rn * parts[i]
-                block = (coefficient @ self._products[i, j]).reshape(-1, len(used_i), len(used_j))
-                hessian[:, used_i[:, None], used_j] += block
-                if i != j:
-                    hessian[:, used_j[:, None], used_i] += block.transpose(0, 2, 1)
-        return gradient, hessian
+        gradient = [(slope_Rn * part) @ m for part, (_, m) in zip(parts, self.design, strict=True)]
+        blocks = []
+        scaled_Rn = net_Rn
+        for (i, j), products in self._products.items():
+            if i == j:
+                scaled_Rn = net_Rn * parts[i]
+            coefficient = scaled_Rn * parts[j]
+            if i == j:
+                coefficient += curve_Rn * parts[i]
+            blocks.append(coefficient @ products)
+        hessian = np.concatenate(blocks, axis=1) @ self._place_hessian
+        return np.concatenate(gradient, axis=1) @ self._place_gradient, hessian.reshape(-1, size, size)
+
+
+def _places(rows: Ints, columns: Ints, size: int) -> Floats:
+    """Where the numbers of a block of the Hessian go, mirrored unless it lies on the diagonal; shape (r c, P P)."""
+    out = np.zeros((len(rows) * len(columns), size * size))
+    for k, (p, q) in enumerate(product(rows, columns)):
+        out[k, p * size + q] += 1.0
+        if rows is not columns:
+            out[k, q * size + p] += 1.0
+    return out
 
 
 def bind(

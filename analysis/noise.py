@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from scaling.analysis.cells import order_scales
 from scaling.analysis.checklist import describe_dropped, describe_seeds, make_checklist
+from scaling.analysis.options import check_level, generator
 from scaling.analysis.power import Design, detectable, power_table, precision, seeds_needed, simulated_power
 from scaling.analysis.result import Caution, Interval, Result
 from scaling.analysis.screen import numbers, screen
@@ -78,6 +80,7 @@ def noise_floor(
     FitError
         When no configuration has ``min_runs`` runs.
     """
+    check_level(level)
     screened = screen(table, needs=["loss"], analysis="noise floor", keep_unfinished=keep_unfinished)
     frame = screened.frame
     columns = _configuration(frame, by)
@@ -92,6 +95,9 @@ def noise_floor(
             "runs; repeat "
             "one configuration with other seeds, or name the columns that define one with --by"
         )
+    if "size" in frame.columns and frame["size"].notna().all():
+        places = order_scales(frame, list(frame["size"].astype(str)))
+        groups.sort(key=lambda group: places[str(group[1]["size"].iloc[0])])
     samples = [numbers(part, "loss") for _, part in groups]
     df = sum(len(s) - 1 for s in samples)
     sd = float(np.sqrt(sum(float(np.sum((s - s.mean()) ** 2)) for s in samples) / df))
@@ -174,16 +180,18 @@ def noise_power(
             raise UsageError(f"{name} must be positive, got {value!r}")
     if not -1 < rho < 1:
         raise UsageError(f"rho must lie between -1 and 1, got {rho!r}")
+    check_level(level)
+    check_level(power, "power")
     alpha = 1 - level
     rows = power_table(seeds, scales, rho=rho, known_sd=known_sd, alpha=alpha, power=power)
-    generator = np.random.default_rng(rng)
+    random = generator(rng)
     table = []
     for row in rows:
         entry: dict[str, Any] = {k: (v * sd if "able" in k or "width" in k else int(v)) for k, v in row.items()}
         design = Design(seeds=int(row["seeds"]), scales=int(row["scales"]), known_sd=known_sd)
         effect = detectable(design, alpha, power)
         if np.isfinite(effect):
-            entry["simulated_power"] = simulated_power(design, effect, generator, alpha)
+            entry["simulated_power"] = simulated_power(design, effect, random, alpha)
         if log_speedup_per_loss is not None:
             entry["detectable_log_speedup"] = entry["detectable_unpaired"] * log_speedup_per_loss
             entry["half_width_log_speedup"] = entry["half_width_unpaired"] * log_speedup_per_loss

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import platform
-import subprocess
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 
 import pandas as pd
 
 import scaling
+from scaling.revision import revision
 
 _PACKAGES = ("numpy", "scipy", "pandas", "statsmodels", "matplotlib", "seaborn", "torch", "mlflow")
 
@@ -30,8 +29,8 @@ def gather(
         What to type to make the report again, if the caller knows it.
     """
     found = {"isoloss": scaling.__version__}
-    if commit := _commit(Path(scaling.__file__).resolve().parent.parent):
-        found["source commit"] = commit
+    if (code := revision()) is not None:
+        found["source commit"] = code.commit + (" +changes" if code.dirty else "")
     found["Python"] = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
     found["packages"] = ", ".join(f"{name} {number}" for name in _PACKAGES if (number := _version(name)))
     found["made at"] = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
@@ -58,20 +57,3 @@ def _version(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
-
-
-def _commit(root: Path) -> str | None:
-    """The commit of the checkout that the package runs from, with ``+changes``; ``None`` when it is not a checkout."""
-    if not (root / ".git").exists():
-        return None
-    try:
-        head = _git(root, "rev-parse", "HEAD")
-        dirty = _git(root, "status", "--porcelain", "--untracked-files=no")
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return head + (" +changes" if dirty else "")
-
-
-def _git(root: Path, *arguments: str) -> str:
-    done = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True, timeout=10, check=True)
-    return done.stdout.strip()

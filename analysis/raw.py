@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 KINDS: Final = ("tag", "param", "metric", "run", "step")
 RUN_COLUMNS: Final = ("name", "experiment", "status", "started_ms", "ended_ms")
+SAMPLE: Final = 4096  # rows that tell most unsorted points from sorted ones
 MLFLOW_INFINITY: Final = 1.7976931348623157e308  # MLflow stores infinities as the largest double
 
 Progress = Callable[[str, int, int], None]  # what is being read, how many of, how many
@@ -88,8 +89,7 @@ class Points:
         if len(run_map) and run_map.min() < 0:
             known = run >= 0
             columns = [column[known] for column in columns]
-        order = _order(columns, len(keys), len(metrics))
-        columns = columns if order is None else [column[order] for column in columns]
+        columns = _arranged(columns, len(metrics))
         first = pd.Categorical.from_codes(columns[0], categories=pd.Index(keys, dtype=object))
         second = pd.Categorical.from_codes(columns[1], categories=pd.Index(metrics, dtype=object))
         table = dict(zip(("step", "time_ms", "value"), columns[2:], strict=True))
@@ -127,26 +127,29 @@ def decode(value: Any, is_nan: Any) -> Any:
     return values
 
 
-def _order(columns: Sequence[Any], runs: int, metrics: int) -> Any:
-    """Row numbers in order of run, metric, step without repeated steps; ``None`` where the rows are so already."""
+def _arranged(columns: list[Any], metrics: int) -> list[Any]:
+    """Columns in order of run, metric and step, without repeated steps; the same arrays where they are so already."""
     import numpy as np
 
     run, metric, step, time_ms, _ = columns
+    place = run.astype(np.int64) * metrics + metric
+    if _rising(place[:SAMPLE], step[:SAMPLE]) and _rising(place, step):
+        return columns
+    if not len(place) or int(place.max()) >= 2**16:
+        order = np.argsort(place, kind="stable")
+    else:  # 16-bit codes are sorted digit by digit
+        order = np.argsort(place.astype(np.uint16), kind="stable")
+    # Rows mostly come by rising step, so that one stable pass puts all in order.
+    arranged = [column[order] for column in columns]
+    if _rising(place[order], arranged[2]):
+        return arranged
+    order = np.lexsort((time_ms, step, place))
+    place, step = place[order], step[order]
+    last = np.append((place[1:] != place[:-1]) | (step[1:] != step[:-1]), True)
+    order = order[last] if len(order) else order
+    return [column[order] for column in columns]
 
-    def rising(order: Any) -> bool:
-        r, m, s = (column if order is None else column[order] for column in (run, metric, step))
-        same = (r[1:] == r[:-1]) & (m[1:] == m[:-1])
-        return bool((np.where(same, s[1:] > s[:-1], (r[1:] > r[:-1]) | ((r[1:] == r[:-1]) & (m[1:] > m[:-1])))).all())
 
-    if rising(None):
-        return None
-    if runs < 2**16 and metrics < 2**16:
-        # Rows mostly come by rising step, so that two stable passes over 16-bit codes (radix sorts) put all in order.
-        order = np.argsort(metric.astype(np.uint16), kind="stable")
-        order = order[np.argsort(run.astype(np.uint16)[order], kind="stable")]
-        if rising(order):
-            return order
-    order = np.lexsort((time_ms, step, metric, run))
-    r, m, s = run[order], metric[order], step[order]
-    last = (r[1:] != r[:-1]) | (m[1:] != m[:-1]) | (s[1:] != s[:-1])
-    return order[np.append(last, True)] if len(order) else order
+def _rising(place: Any, step: Any) -> bool:
+    """Whether places never fall, and steps rise where the place stays."""
+    return bool(((place[1:] > place[:-1]) | ((place[1:] == place[:-1]) & (step[1:] > step[:-1]))).all())

@@ -19,6 +19,7 @@ from scaling.analysis.cells import Cell, make_cells, paired, pick_methods, poole
 from scaling.analysis.checklist import describe_dropped, describe_seeds, make_checklist
 from scaling.analysis.mixed import mixed_model
 from scaling.analysis.multiplicity import correct
+from scaling.analysis.options import check_level, check_noise
 from scaling.analysis.paired import (
     TTest,
     hodges_lehmann,
@@ -77,6 +78,8 @@ def compare_seeds(
     UsageError, TableError
         When an option or column is wrong or the baseline is missing.
     """
+    check_level(level)
+    check_noise(noise_sd)
     if pairing not in PAIRINGS:
         raise UsageError(f"pairing {pairing!r} is unknown; allowed: {', '.join(PAIRINGS)}")
     needs = ["method", "loss", *(["seed"] if pairing == "paired" else [])]
@@ -249,7 +252,7 @@ def _cautions(
     screened: Screened, joint: TTest | None, sd: float, details: dict[str, Any],
 ) -> list[Caution]:  # fmt: skip
     out = []
-    lone = sorted(set(method) - set(baseline)) + sorted(set(baseline) - set(method))
+    lone = [s for s in method if s not in baseline] + [s for s in baseline if s not in method]
     if lone:
         out.append(Caution(code="unmatched-scales", message=f"scales of one arm only, left out: {', '.join(lone)}"))
     smallest = min(len(m) for m, _ in pairs)
@@ -265,10 +268,9 @@ def _cautions(
         )
         out.append(Caution(code="few-seeds", message=text))
     if details["pairing"]["used"] == "unpaired" and smallest > 1:
-        rho = details["pairing"]["rho"]
-        text = (
-            f"runs of one seed correlate by {rho:.2f}, not shown to be positive: the unpaired test with more df is used"
-        )
+        rho, p = details["pairing"]["rho"], details["pairing"]["p_one_sided"]
+        why = "the given noise is of single runs" if p < CORRELATED else "not shown to be positive"
+        text = f"runs of one seed correlate by {rho:.2f}, {why}: the unpaired test is used"
         out.append(Caution(code="pairing-not-used", message=text))
     p = details["pooled_sd"]["homogeneity_p"]
     if p is not None and p < HOMOGENEOUS:

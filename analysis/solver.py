@@ -31,6 +31,8 @@ ROUNDING_TOLERANCE = 3e-14
 # Scaled gradient at which a refit whose next step would gain less than 1e-13 of the objective counts as converged.
 STALL_TOLERANCE = 1e-6
 MAX_ITERATIONS = 200
+# Steps allowed where starts compete for one fit: noise far above delta leaves curved valleys that are followed slowly.
+RACE_LIMIT = 1000
 # Starts that are still on their way this many steps after another one arrived are given up.
 RACE_ITERATIONS = 40
 # Trial steps may predict anything; raw residuals are capped here so that their squares exist.
@@ -93,57 +95,13 @@ def minimise(
     """
     phi = np.clip(start_RP, goal.low_P, goal.high_P)
     delta_R = _deltas(model, phi, y_Rn, w_Rn, goal)
-    for scale_R, limit in _stages(model, phi, y_Rn, w_Rn, goal, delta_R, warm=warm):
+    for scale_R, limit in _stages(model, phi, y_Rn, w_Rn, goal, delta_R, warm=warm, race=race):
         # Trial steps of hopeless starts may overflow; they are rejected.
         with np.errstate(over="ignore", invalid="ignore"):
-            solution = _newton(model, y_Rn, w_Rn, phi, goal, scale_R, limit, race=race)
+            patience = (RACE_ITERATIONS if limit == RACE_LIMIT else 0) if race else limit
+            solution = _newton(model, y_Rn, w_Rn, phi, goal, scale_R, limit, patience=patience)
         phi = solution.phi_RP
     return solution
-
-
-def vertex(model: Model, y_n: Floats, w_n: Floats, phi_P: Floats, *, log: bool) -> Floats:
-    """Exact least-absolute-value optimum near a rounded one: the law passes through as many rows as parameters.
-
-    Returns ``phi_P`` itself where no such point is better.
-    """
-    best, size = phi_P, len(phi_P)
-    lowest = float(np.sum(w_n * np.abs(residuals(model, phi_P[None], y_n[None], log=log))))
-    rows = _independent_rows(model, phi_P, np.abs(residuals(model, phi_P[None], y_n[None], log=log)[0]))
-    if len(rows) < size:
-        return best
-    phi = phi_P.copy()
-    for _ in range(12):
-        f_Rn, _ = model.prepare(phi[None])
-        jacobian = model.jacobian(phi[None])[0, rows]
-        try:
-            phi = phi + np.linalg.solve(jacobian, np.log(y_n[rows]) - f_Rn[0, rows])
-        except np.linalg.LinAlgError:
-            return best
-    if np.all(np.isfinite(phi)):
-        there = float(np.sum(w_n * np.abs(residuals(model, phi[None], y_n[None], log=log))))
-        if there < lowest:
-            best = phi
-    return best
-
-
-def _independent_rows(model: Model, phi_P: Floats, size_n: Floats) -> NDArray[np.intp]:
-    """The rows of smallest residual that determine the parameters; copies of a row add nothing."""
-    jacobian = model.jacobian(phi_P[None])[0]
-    jacobian = jacobian / np.maximum(np.linalg.norm(jacobian, axis=1, keepdims=True), 1e-300)
-    found: list[int] = []
-    basis: list[Floats] = []
-    for row in np.argsort(size_n, kind="stable"):
-        rest = jacobian[row].copy()
-        for _ in range(2):
-            for b in basis:
-                rest = rest - (rest @ b) * b
-        length = float(np.linalg.norm(rest))
-        if length > 1e-9:
-            found.append(int(row))
-            basis.append(rest / length)
-        if len(found) == len(phi_P):
-            break
-    return np.array(found, dtype=np.intp)
 
 
 def _deltas(model: Model, phi: Floats, y: Floats, w: Floats, goal: Goal) -> Floats:
@@ -161,14 +119,15 @@ def _spread(model: Model, phi: Floats, y: Floats, w: Floats, goal: Goal) -> Floa
 
 
 def _stages(
-    model: Model, phi: Floats, y: Floats, w: Floats, goal: Goal, delta_R: Floats, *, warm: bool
+    model: Model, phi: Floats, y: Floats, w: Floats, goal: Goal, delta_R: Floats, *, warm: bool, race: bool
 ) -> list[tuple[Floats, int]]:
     """Deltas to pass through with the steps allowed for each; the last is the one asked for."""
-    last = (delta_R, MAX_ITERATIONS)
+    last = (delta_R, RACE_LIMIT if race else MAX_ITERATIONS)
     if goal.loss == "l2":
         return [last]
     widest = _spread(model, phi, y, w, goal)
-    ratio = float(np.max(widest / delta_R))
+    # One far start among competitors must not send all through stages that only it needs.
+    ratio = float((np.median if race else np.max)(widest / delta_R))
     passed = int(np.clip(np.ceil(np.log(max(ratio, 1.0)) / np.log(STAGE_FACTOR)), 0, 8))
     if warm and goal.loss == "huber":
         passed = 0
@@ -176,7 +135,7 @@ def _stages(
 
 
 def _newton(
-    model: Model, y: Floats, w: Floats, start: Floats, goal: Goal, delta_R: Floats, limit: int, *, race: bool
+    model: Model, y: Floats, w: Floats, start: Floats, goal: Goal, delta_R: Floats, limit: int, *, patience: int
 ) -> Solution:
     count, size = start.shape
     phi = start.copy()
@@ -185,76 +144,82 @@ def _newton(
     converged = np.zeros(count, dtype=bool)
     iterations = np.zeros(count, dtype=np.int64)
     live = np.arange(count)
-    mu = np.full(count, 1e-4)
+    # Damping of both kinds of step, apart: the long steps of one say nothing about the other.
+    damping = np.full((2, count), 1e-4)
     newton = np.zeros(count, dtype=bool)
     shared_y, shared_w = len(y) == 1, len(w) == 1
     log_y = np.log(y) if goal.log else y
     total_w = np.sum(w, axis=-1)
     low = np.broadcast_to(goal.low_P, phi.shape)
     high = np.broadcast_to(goal.high_P, phi.shape)
-    state: tuple[Floats, Any] | None = None
+    state: _Place | None = None
     for iteration in range(limit):
-        if live.size == 0 or (race and iteration >= RACE_ITERATIONS and np.any(converged)):
+        if live.size == 0 or (iteration >= patience and np.any(converged)):
             break
         yl = log_y if shared_y else log_y[live]
         wl = w if shared_w else w[live]
         dl = delta_R[live, None]
-        f, cache = model.prepare(phi[live]) if state is None else state
-        r, outer = (yl - f, None) if goal.log else _raw(yl, f)
-        here = _sum(wl, r, dl)
-        grad, hess = _system(model, cache, r, outer, wl, dl, newton[live])
-        step, scaled, expected = _step(grad, hess, phi[live], (low[live], high[live]), mu[live])
+        at = _visit(model, phi[live], yl, wl, dl, log=goal.log) if state is None else state
+        here = at.value_R
+        grad, hess = _system(model, at, wl, dl, newton[live])
+        kind = newton[live].astype(np.intp)
+        step, scaled, expected = _step(grad, hess, phi[live], (low[live], high[live]), damping[kind, live])
         floor = GRADIENT_TOLERANCE * np.sqrt(here) + ROUNDING_TOLERANCE * np.sqrt(
             total_w if shared_w else total_w[live]
         )
         objective[live], gradient[live] = here, scaled / np.maximum(np.sqrt(here), 1e-300)
         done = (scaled <= floor) | ((scaled <= STALL_TOLERANCE * np.sqrt(here)) & (expected <= 1e-13 * here))
         converged[live[done]] = True
-        keep = ~done & (mu[live] < 1e12)
+        keep = ~done & (damping[0, live] < 1e12)
         if not np.any(keep):
             live = live[keep]
             break
         live, step, here, expected = live[keep], step[keep], here[keep], expected[keep]
         iterations[live] += 1
-        trial = np.clip(phi[live] + step, low[live], high[live])
+        trial = np.minimum(np.maximum(phi[live] + step, low[live]), high[live])
         yl = log_y if shared_y else log_y[live]
         wl = w if shared_w else w[live]
-        f_new, cache_new = model.prepare(trial)
-        r_new = yl - f_new if goal.log else yl - np.exp(np.minimum(f_new, LARGEST_LOG_LOSS))
-        there = _sum(wl, r_new, delta_R[live, None])
-        gain = here - there
+        new = _visit(model, trial, yl, wl, delta_R[live, None], log=goal.log)
+        gain = here - new.value_R
         accepted = gain >= -1e-15 * here
-        accepted &= np.isfinite(there)
+        accepted &= np.isfinite(new.value_R)
         phi[live[accepted]] = trial[accepted]
         good = accepted & (gain > 0.25 * expected)
-        mu[live] = np.where(good, mu[live] * 0.1, np.where(accepted, mu[live], np.maximum(mu[live], 1e-6) * 10))
-        mu[live] = np.maximum(mu[live], 1e-12)
+        kind = newton[live].astype(np.intp)
+        mu = damping[kind, live]
+        mu = np.where(good, mu * 0.1, np.where(accepted, mu, np.maximum(mu, 1e-6) * 10))
+        damping[kind, live] = np.maximum(mu, 1e-12)
         newton[live] = np.where(accepted, newton[live] | (gain < 0.2 * here), False)
-        state = (f_new, cache_new) if bool(np.all(accepted)) else None
+        state = new if bool(np.all(accepted)) else None
     return Solution(
         phi_RP=phi, objective_R=objective, gradient_R=gradient, converged_R=converged, iterations_R=iterations
     )
 
 
-def _raw(y: Floats, f: Floats) -> tuple[Floats, Floats]:
-    predicted = np.exp(np.minimum(f, LARGEST_LOG_LOSS))
-    return y - predicted, predicted
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """What is known at one set of parameters: residuals, the model's cache, objective; ``outer`` is dL/df, if not 1."""
+
+    r_Rn: Floats
+    outer_Rn: Floats | None
+    cache: Any
+    value_R: Floats
 
 
-def _sum(w: Floats, r: Floats, delta: Floats) -> Floats:
+def _visit(model: Model, phi_RP: Floats, y: Floats, w: Floats, delta: Floats, *, log: bool) -> _Place:
+    f, cache = model.prepare(phi_RP)
+    outer = None if log else np.exp(np.minimum(f, LARGEST_LOG_LOSS))
+    r = y - f if outer is None else y - outer
     size = np.abs(r)
     inside = np.minimum(size, delta)
-    out: Floats = np.sum(w * inside * (size - 0.5 * inside), axis=-1)
-    return out
+    return _Place(r, outer, cache, np.add.reduce(w * inside * (size - 0.5 * inside), axis=-1))
 
 
-def _system(
-    model: Model, cache: Any, r: Floats, outer: Floats | None, w: Floats, delta: Floats, newton: Bools
-) -> tuple[Floats, Floats]:
+def _system(model: Model, at: _Place, w: Floats, delta: Floats, newton: Bools) -> tuple[Floats, Floats]:
     """Gradient and Hessian (exact where ``newton``, else of the touching parabola) of the objective."""
+    r, outer = at.r_Rn, at.outer_Rn
     size = np.abs(r)
-    clipped = np.clip(r, -delta, delta)
-    push = w * clipped
+    push = w * np.minimum(np.maximum(r, -delta), delta)
     exact = newton[:, None]
     weight = w * np.where(exact, size <= delta, np.minimum(1.0, delta / np.maximum(size, 1e-300)))
     curve = np.where(exact, -push, 0.0)
@@ -262,8 +227,7 @@ def _system(
         weight = weight * outer * outer + curve * outer
         curve = curve * outer
         push = push * outer
-    grad, hess = model.system(cache, -push, weight, curve)
-    return grad, hess
+    return model.system(at.cache, -push, weight, curve)
 
 
 def _step(
@@ -286,8 +250,8 @@ def _step(
     values, vectors = np.linalg.eigh(h)
     g = np.where(broken[:, None], 0.0, grad / d)
     lifted = np.maximum(np.abs(values), 1e-13) + mu[:, None]
-    along = np.einsum("rpq,rp->rq", vectors, g)
-    s = -np.einsum("rpq,rq->rp", vectors, along / lifted)
+    along = (g[:, None, :] @ vectors)[:, 0]
+    s = -(vectors @ (along / lifted)[:, :, None])[:, :, 0]
     expected = 0.5 * np.sum(along**2 / lifted, axis=1)
     scaled = np.where(broken, np.inf, np.max(np.abs(g), axis=1))
     return s / d, scaled, np.where(broken, np.inf, expected)

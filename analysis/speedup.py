@@ -31,6 +31,7 @@ from scaling.analysis.isoloss import (
     measure_noise,
     trend_contrast,
 )
+from scaling.analysis.options import check_draws, check_level, check_noise, generator
 from scaling.analysis.result import Caution, Interval, Result
 from scaling.analysis.screen import Screened, numbers, screen
 from scaling.errors import FitError, UsageError, nearest
@@ -97,6 +98,10 @@ def compare_speedup(
     UsageError, TableError
         When an option or column is wrong, or the baseline is missing.
     """
+    check_level(level)
+    check_noise(noise_sd)
+    check_draws(draws)
+    generator(rng)
     if currency not in CURRENCIES:
         raise UsageError(f"currency {currency!r} is unknown; {nearest(currency, CURRENCIES)}")
     if inversion not in INVERSIONS:
@@ -130,11 +135,12 @@ def _compare(
     noise_sd: float | None, inversion: str, draws: int, rng: np.random.Generator,
 ) -> Result:  # fmt: skip
     noise = measure_noise(arms, noise_sd)
-    inverse = fit_baseline(arms.baseline, arms.method, asymptote=asymptote, sd=noise.sd, sd_df=noise.df)
-    if np.isnan(noise.sd) and inverse.df > 0:
+    inverse = fit_baseline(arms.baseline, arms.method, asymptote=asymptote, sd=noise.sd, sd_df=noise.sd_df)
+    if np.isnan(noise.sd) and inverse.noise_df > 0:
         noise = Noise(
-            sd=float(np.sqrt(inverse.rss / inverse.df)),
-            df=inverse.df,
+            sd=float(np.sqrt(inverse.noise_rss / inverse.noise_df)),
+            sd_df=inverse.noise_df,
+            df=inverse.noise_df,
             source="lack of fit",
             rho=np.nan,
             rho_p=np.nan,
@@ -288,7 +294,7 @@ def _details(
         "trend_p": trend_p,
         "noise_floor": {
             "sd_loss": noise.sd,
-            "df": noise.df,
+            "df": noise.sd_df,
             "source": noise.source,
             "log_speedup_single_run": noise.sd * steepness,
             "log_speedup_per_loss": steepness,

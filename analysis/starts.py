@@ -9,7 +9,6 @@ that grid that are not neighbours are the starts.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from itertools import product
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -43,19 +42,21 @@ def variable_projection(law: PowerSum, x: Mapping[str, Floats], y_n: Floats, w_n
     """
     names = law.names()
     exponents = [p.name for p in law.parameters if p.kind == "exponent"]
-    grid_GE = exponent_grid(GRID_POINTS[len(exponents)], len(exponents))
+    axis, index_GE = exponent_grid(GRID_POINTS[len(exponents)], len(exponents))
+    grid_GE = axis[index_GE]
     centre = {v: float(np.mean(np.log(x[v]))) for v in law.variables}
     column = {e: k for k, e in enumerate(exponents)}
     tables, places = [], []
     for term in law.terms:
         used = sorted({column[e] for e in term.exponents.values()})
-        values_UE, place_G = np.unique(grid_GE[:, used], axis=0, return_inverse=True)
+        _, own_UE = exponent_grid(len(axis), len(used))
+        values_UE = axis[own_UE]
         power_Un = np.zeros((len(values_UE), len(y_n)))
         for variable, exponent in term.exponents.items():
             offset_n = np.log(x[variable]) - centre[variable]
             power_Un -= np.outer(values_UE[:, used.index(column[exponent])], offset_n)
         tables.append(np.exp(power_Un) / y_n)
-        places.append(place_G.reshape(-1) if used else np.zeros(len(grid_GE), dtype=np.intp))
+        places.append(index_GE[:, used] @ len(axis) ** np.arange(len(used) - 1, -1, -1))
     amplitude_GT, rss_G = _amplitudes(tables, places, w_n, SMALLEST_SHARE * float(np.min(y_n)))
     chosen = _separate(rss_G, grid_GE)
     theta_kP = np.empty((len(chosen), len(names)))
@@ -68,10 +69,11 @@ def variable_projection(law: PowerSum, x: Mapping[str, Floats], y_n: Floats, w_n
     return theta_kP
 
 
-def exponent_grid(points: int, dimensions: int) -> Floats:
-    """All combinations of ``points`` exponents from 0.03 to 1.6 in geometric steps, shape (points**d, d)."""
+def exponent_grid(points: int, dimensions: int) -> tuple[Floats, NDArray[np.intp]]:
+    """Exponents from 0.03 to 1.6 in geometric steps, and all combinations of their places, shape (points**d, d)."""
     axis = np.geomspace(0.03, 1.6, points)
-    return np.array(list(product(axis, repeat=dimensions)), dtype=np.float64)
+    places = np.indices((points,) * dimensions).reshape(dimensions, -1).T if dimensions else np.zeros((1, 0), int)
+    return axis, np.ascontiguousarray(places, dtype=np.intp)
 
 
 def _amplitudes(
@@ -93,29 +95,32 @@ def _amplitudes(
     total = float(np.sum(w_n))
     best_GT = np.full((points, terms), floor)
     rss_G = np.full(points, np.inf)
-    for mask in range(1, 2**terms):
+    # All terms first: where they come out positive, no subset fits better.
+    todo = np.arange(points)
+    for mask in range(2**terms - 1, 0, -1):
         members = [t for t in range(terms) if mask >> t & 1]
-        sub = gram_GTT[:, members][:, :, members]
+        sub = gram_GTT[todo][:, members][:, :, members]
+        moment = moment_GT[todo][:, members]
         ridge = 1e-12 * np.trace(sub, axis1=1, axis2=2)[:, None, None] * np.eye(len(members))
-        value = np.linalg.solve(sub + ridge, moment_GT[:, members, None])[..., 0]
-        rss = total - np.einsum("gt,gt->g", value, moment_GT[:, members])
-        better = np.all(value > 0, axis=1) & (rss < rss_G)
-        rss_G[better] = rss[better]
-        full = np.full((points, terms), floor)
-        full[:, members] = value
-        best_GT[better] = np.maximum(full[better], floor)
+        value = np.linalg.solve(sub + ridge, moment[..., None])[..., 0]
+        rss = total - np.sum(value * moment, axis=1)
+        better = np.all(value > 0, axis=1) & (rss < rss_G[todo])
+        at = todo[better]
+        rss_G[at] = rss[better]
+        best_GT[at] = floor
+        best_GT[np.ix_(at, members)] = np.maximum(value[better], floor)
+        if len(members) == terms:
+            todo = todo[~better]
     return best_GT, rss_G
 
 
 def _separate(rss_G: Floats, grid_GE: Floats) -> list[int]:
     """Indices of the best grid points, each at least a factor 1.5 in some exponent from those before it."""
+    logs_GE = np.log(grid_GE)
+    left_G = np.where(np.isfinite(rss_G), rss_G, np.inf)
     chosen: list[int] = []
-    for g in np.argsort(rss_G, kind="stable"):
-        if not np.isfinite(rss_G[g]) or len(chosen) == STARTS:
-            break
-        logs = np.log(grid_GE[g])
-        if all(np.max(np.abs(logs - np.log(grid_GE[c])), initial=0.0) > np.log(1.5) for c in chosen):
-            chosen.append(int(g))
-        if grid_GE.shape[1] == 0:
-            break
+    while len(chosen) < STARTS and np.isfinite(left_G.min()):
+        best = int(np.argmin(left_G))
+        chosen.append(best)
+        left_G[np.max(np.abs(logs_GE - logs_GE[best]), axis=1, initial=0.0) <= np.log(1.5)] = np.inf
     return chosen

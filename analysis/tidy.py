@@ -166,15 +166,24 @@ def drop(table: pd.DataFrame, keep: Collection[str] = ()) -> tuple[pd.DataFrame,
                 for row in _again(table["run_key"], "last")
             }
         else:
-            left = table[(status == "done") & ~table.index.isin(list(reasons))]
-            twins = _again(left["curve_hash"], "first")
-            keys = left["run_key"].to_dict()
-            new = {row: f"duplicate of {keys[stays]} (same loss curve)" for row, stays in twins.items()}
+            left = table["curve_hash"][(status == "done") & _others(table.index, reasons)]
+            twins = _again(left, "first")
+            keys = table["run_key"]
+            new = {row: f"duplicate of {keys.loc[stays]} (same loss curve)" for row, stays in twins.items()}
         reasons |= {run: reason for run, reason in new.items() if run not in reasons}
+    if not reasons:
+        return table, ()
     dropped = tuple(
         Dropped(run=str(table.at[run, "run_key"]), reason=reasons[run]) for run in table.index if run in reasons
     )
-    return table[~table.index.isin(list(reasons))], dropped
+    return table[_others(table.index, reasons)], dropped
+
+
+def _others(index: pd.Index, runs: Collection[str]) -> Any:
+    """Which rows are none of these."""
+    import numpy as np
+
+    return np.array([run not in runs for run in index.tolist()], dtype=bool)
 
 
 def _again(values: pd.Series, stays: Literal["first", "last"]) -> dict[Any, Any]:

@@ -36,6 +36,8 @@ Floats = NDArray[np.float64]
 # Numbers held at once while refitting; about a dozen arrays of this size exist (0.2 GB).
 BLOCK_NUMBERS = 2_000_000
 BLOCK_REFITS = 256
+# Share of the refits that must converge for an interval to be made of them.
+ENOUGH = 0.5
 # Degrees of freedom from which each row's own squared score is used (noise may differ from row to row).
 ROBUST_DF = 40
 
@@ -47,6 +49,17 @@ class Draws:
     natural_RP: Floats
     converged_R: NDArray[np.bool_]
     objective_R: Floats
+
+    @property
+    def kept_RP(self) -> Floats:
+        """Parameters of the refits that converged on numbers."""
+        out: Floats = self.natural_RP[self.converged_R & np.all(np.isfinite(self.natural_RP), axis=1)]
+        return out
+
+    @property
+    def enough(self) -> bool:
+        """Whether so many refits converged that their spread means something."""
+        return len(self.kept_RP) >= max(2, ENOUGH * len(self.natural_RP))
 
 
 def refit(fitted: Fitted, blocks: Iterator[tuple[Floats | None, Floats | None]]) -> Draws:
@@ -142,14 +155,14 @@ def two_level_bootstrap(
 
 def percentile_interval(fitted: Fitted, draws: Draws, level: float, method: str) -> Interval:
     """Quantiles of the draws that converged."""
-    kept = draws.natural_RP[draws.converged_R]
+    kept = draws.kept_RP
     low, high = np.quantile(kept, [(1 - level) / 2, (1 + level) / 2], axis=0)
     return make_interval(fitted, low, high, level, method)
 
 
 def t_interval(fitted: Fitted, draws: Draws, df: float, level: float, method: str) -> Interval:
     """Estimate plus or minus t times the SD of the draws, amplitudes and E on a log scale."""
-    kept = draws.natural_RP[draws.converged_R]
+    kept = draws.kept_RP
     logs = log_parameters(fitted)
     draws_RP = np.where(logs, np.log(np.maximum(kept, 1e-300)), kept)
     return _symmetric(fitted, np.std(draws_RP, axis=0, ddof=1), df, level, method)

@@ -85,12 +85,14 @@ def nearest(word: str, allowed: Iterable[str]) -> str:
 
     >>> nearest("sheduler", ["schedule", "model"])
     "did you mean 'schedule'? (allowed: model, schedule)"
+    >>> nearest("KV", ["kv", "size"])
+    "did you mean 'kv'? (allowed: kv, size)"
     >>> nearest("zzz", ["schedule", "model"])
     'allowed: model, schedule'
     """
     names = sorted(allowed)
     if not names:
         return "allowed: none"
-    close = get_close_matches(word, names, n=1, cutoff=0.6)
+    close = [name for name in names if name.casefold() == word.casefold()] or get_close_matches(word, names, n=1)
     listing = f"allowed: {', '.join(names)}"
     return f"did you mean {close[0]!r}? ({listing})" if close else listing

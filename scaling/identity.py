@@ -32,6 +32,7 @@ EXCLUDED: Final = frozenset(
         "run.out",
         "run.log_every_steps",
         "run.system_metrics",
+        "run.track",
         "run.checkpoint_every_steps",
         "run.checkpoint_every_minutes",
         "run.keep_checkpoints",
@@ -67,12 +68,36 @@ def run_key(config: RunConfig) -> str:
 
 
 def label(config: RunConfig) -> str:
-    """A name that a person can read: size, method (with heads), learning rate, seed."""
-    residual = config.model.residual
-    heads = getattr(residual, "heads", None)
-    method = residual.method + (f"-h{heads}" if heads is not None else "")
-    size = size_label(config.model)
-    return f"{size}-{method}-kv{config.model.num_kv_heads}-lr{config.optimizer.lr:g}-s{config.run.seed}"
+    """A name that a person can read: size, method with every option that is not at its default, learning rate, seed.
+
+    >>> from scaling.config.residual import Msar
+    >>> _method(Msar(streams=2, block_sublayers=4, mixer="mean", convolution=False))
+    'msar-S4-m2-no_convolution-mixer_mean'
+    """
+    model = config.model
+    experts = f"-moe{model.moe.num_experts}" if model.moe is not None else ""
+    rest = f"kv{model.num_kv_heads}-lr{config.optimizer.lr:g}-s{config.run.seed}"
+    return f"{size_label(model)}{experts}-{_method(model.residual)}-{rest}"
+
+
+# The papers' letters; options without one go by their name.
+_LETTERS: Final = {"heads": "h", "block_sublayers": "S", "num_blocks": "N", "streams": "m"}
+
+
+def _method(residual: ResidualConfig) -> str:
+    words = [residual.method]
+    for option in sorted(fields(residual), key=lambda one: one.name != "heads"):
+        value = getattr(residual, option.name)
+        if value == option.default and option.name != "heads":
+            continue
+        name = _LETTERS.get(option.name, option.name)
+        if isinstance(value, bool):
+            words.append(name if value else f"no_{name}")
+        elif isinstance(value, tuple):
+            words.append(name + "x".join(map(str, value)))
+        else:
+            words.append(f"{name}_{value}" if isinstance(value, str) else f"{name}{value}")
+    return "-".join(words)
 
 
 def size_label(model: ModelConfig) -> str:

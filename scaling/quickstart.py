@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import shutil
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,8 +25,6 @@ from scaling.sweeps.spec import load_spec
 
 if TYPE_CHECKING:
     from scaling.analysis.findings import Findings
-
-logger = logging.getLogger(__name__)
 
 PRESET: Final = "quickstart"
 VOCAB_SIZE: Final = 1024
@@ -176,6 +172,7 @@ def _train(sweep: Plan, store_uri: str, workers: int | None, say: Callable[[str]
     from scaling.record import RunFolder
     from scaling.sweeps.display import Progress
     from scaling.sweeps.local import run_local
+    from scaling.tracking.follower import Follower
 
     def finished() -> int:
         ends = [RunFolder(sweep.out / run.key).end() for run in sweep.runs]
@@ -186,27 +183,10 @@ def _train(sweep: Plan, store_uri: str, workers: int | None, say: Callable[[str]
         say(f"all {before} runs are finished; nothing to train")
         return 0, before, False
     say(f"training {len(sweep.runs) - before} of {len(sweep.runs)} runs (Ctrl-C saves and leaves; call again to go on)")
-    stop = threading.Event()
-    syncer = threading.Thread(target=_follow, args=(sweep.out, store_uri, stop), daemon=True)
-    syncer.start()
-    try:
-        with Progress(sweep) as progress:
-            report = run_local(sweep, workers=workers, on_tick=progress.tick)
-    finally:
-        stop.set()
-        syncer.join(timeout=60)
+    follower = Follower(sweep.out, store_uri=store_uri, experiment=PRESET, interval_s=SYNC_S)
+    with follower, Progress(sweep) as progress:
+        report = run_local(sweep, workers=workers, on_tick=progress.tick)
     return finished() - before, before, report.stopped_by is not None
-
-
-def _follow(out: Path, store_uri: str, stop: threading.Event) -> None:
-    """Feed MLflow while runs train. What this leaves undone, the sync after training does, and says so if it fails."""
-    from scaling.tracking import sync
-
-    while not stop.wait(SYNC_S):
-        try:
-            sync(out, store_uri=store_uri, experiment=PRESET)
-        except Exception as error:
-            logger.warning("live tracking: %s", error)
 
 
 def _sync(sweep: Plan, store_uri: str, say: Callable[[str], None]) -> None:

@@ -32,8 +32,10 @@ from scaling.loop import Loop, Progress
 from scaling.meter import Diverged
 from scaling.record import CHECKPOINTS, EVALUATIONS, Attempt, EndRecord, RunFolder, append_line, encode, now_ms
 from scaling.resolve import resolve
+from scaling.revision import recorded
 from scaling.stop import STOP
 from scaling.tokens import TokenStore
+from scaling.tracking.direct import tracking
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +91,8 @@ def train(config: RunConfig, *, out: Path, progress: Callable[[Progress], None] 
         lease = start.lease
         if start.end is not None:
             return start.end
-        return _Attempt(config, store, world, start, progress).run()
+        with tracking(config.run.track if world.is_first else None, start.folder):
+            return _Attempt(config, store, world, start, progress).run()
     finally:
         if lease is not None:
             lease.release()
@@ -293,6 +296,7 @@ class _Attempt:
                 "parallel": self._config.run.parallel,
                 "compute": arithmetic,
                 "micro_batch_size": str(self._rows),
+                **recorded(),
             },
         )
 

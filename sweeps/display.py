@@ -201,7 +201,11 @@ class Progress:
             key, word = item.run.key, item.state.word
             if self.words.get(key, "planned") != word:
                 loss = f" loss {item.look.loss:.4f}" if item.look is not None and item.look.loss is not None else ""
-                self.console.print(f"{item.run.label}: {word}{loss}", highlight=False, soft_wrap=True)
+                why = (
+                    f": {item.state.reason}" if item.state.state in ("failed", "diverged") and item.state.reason else ""
+                )
+                line = f"{item.run.label}: {word}{loss}{why}"
+                self.console.print(line, highlight=False, soft_wrap=True, markup=False)
             self.words[key] = word
 
 

@@ -1,25 +1,28 @@
 """Keeping MLflow up to date while a sweep trains: the syncer beside it, in a process of its own.
 
-Used by the local executor and by ``watch``. Training and watching never wait for it: when it fails, they say so and go
-on, and ``scaling runs sync`` makes up for it later.
+Used by the local executor and by ``watch``; a submit to Slurm, which returns at once, leaves such a watch behind.
+Training and watching never wait for it: when it fails, they say so and go on, and ``scaling runs sync`` makes up for it
+later.
 """
 
 from __future__ import annotations
 
 import logging
-import signal
-import subprocess
-import sys
-import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import IO, Final
+from typing import Final
+
+from scaling.errors import ClusterError
+from scaling.sweeps.local import detach
+from scaling.sweeps.plan import Plan
+from scaling.tracking.follower import Follower
+from scaling.tracking.state import single_writer
+from scaling.tracking.store import redact
 
 logger = logging.getLogger(__name__)
 
-LEAVE_S: Final = 60.0
-LAST_ROUND_S: Final = 600.0
+LOCK: Final = "mirror.lock"  # in the sweep folder, held by the watch that a submit left behind
 
 
 def default_store(out: Path) -> str:
@@ -33,30 +36,27 @@ def synced(out: Path, store: str | None) -> Iterator[None]:
     if store is None:
         yield
         return
-    command = [sys.executable, "-m", "scaling", "runs", "sync", str(out), "--store", store]
-    with tempfile.TemporaryFile() as said:
-        out.mkdir(parents=True, exist_ok=True)
-        process = subprocess.Popen(
-            [*command, "--follow"], stdin=subprocess.DEVNULL, stdout=said, stderr=said, start_new_session=True
-        )
-        try:
+    follower = Follower(out, store_uri=store)
+    try:
+        with follower:
             yield
-        finally:
-            process.send_signal(signal.SIGINT)
-            try:
-                process.wait(LEAVE_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-            _last_round(command, said)
+    finally:
+        if follower.trouble:
+            command = f"scaling runs sync {out} --store {redact(store)}"
+            logger.warning("not synced (%s); `%s` makes up for it", follower.trouble, command)
 
 
-def _last_round(command: list[str], said: IO[bytes]) -> None:
-    said.seek(0, 2)
-    done = subprocess.run(command, stdout=said, stderr=said, timeout=LAST_ROUND_S, check=False)
-    if done.returncode != 0:
-        said.seek(0)
-        lines = said.read().decode("utf-8", errors="replace").strip().splitlines()
-        logger.warning(
-            "not synced (%s); `%s` makes up for it", lines[-1] if lines else "no word", " ".join(command[2:])
-        )
+def leave_behind(plan: Plan, spec: str, store: str) -> str:
+    """Start a watch that outlives this command and ends with the sweep; returns a line about it."""
+    words = ["sweep", "watch", spec, "--out", str(plan.out), "--store", store, "--mirror"]
+    shown = redact(store)
+    try:
+        pid, log = detach(words, plan.sweep_folder)
+    except ClusterError as error:  # the jobs are submitted all the same
+        return f"not synced into {shown} meanwhile ({error}); `scaling runs sync` makes up for it"
+    return f"syncing into {shown} until the sweep is over: process {pid}, log {log} (--no-sync leaves it out)"
+
+
+def alone(plan: Plan) -> AbstractContextManager[None]:
+    """To be entered by the watch that was left behind; ``StoreError`` where an earlier submit's is still there."""
+    return single_writer(plan.sweep_folder / LOCK, wait_s=0)

@@ -80,6 +80,7 @@ class Pool:
                 if self.stopped_by is not None:
                     if asked_s is None:
                         asked_s = time.monotonic()
+                        self._announce()
                         self._signal_workers(signal.SIGTERM)
                     elif self._hurry or time.monotonic() - asked_s > self.grace_s:
                         self._signal_workers(signal.SIGKILL)
@@ -102,6 +103,15 @@ class Pool:
             self._hurry = True
         if self.stopped_by is None:  # the first one says why: USR2 before the limit may be followed by SIGTERM
             self.stopped_by = signal.Signals(number)
+
+    def _announce(self) -> None:
+        """Say what is waited for: saving can take as long as the grace time, and silence looks like a hang."""
+        assert self.stopped_by is not None
+        runs = sum(worker.request is not None for worker in self._workers.values())
+        again = "; Ctrl-C again ends them at once" if self.stopped_by is signal.SIGINT else ""
+        logger.warning(
+            "%s: %d runs save their state and leave, at most %.0f s%s", self.stopped_by.name, runs, self.grace_s, again
+        )
 
     def _feed(self, queue: deque[Request]) -> None:
         for slot in range(len(self.slots)):

@@ -19,9 +19,9 @@ from typing import Final
 
 import scaling
 from scaling.errors import ClusterError
+from scaling.revision import SNAPSHOT
 
 CODE: Final = "code"
-DESCRIPTION: Final = "SNAPSHOT.json"
 DIFFERENCE: Final = "uncommitted.diff"
 NEW_FILE_BYTES: Final = 1_000_000  # a file that git does not know is copied up to this size: code, not data
 
@@ -79,7 +79,7 @@ def _of_git(folder: Path, root: Path) -> Snapshot:
     dirty = bool(difference or new)
     path = folder / (commit[:12] + (f"-{digest.hexdigest()[:8]}" if dirty else ""))
     made = Snapshot(path=path, commit=commit, dirty=dirty)
-    if (path / DESCRIPTION).exists():
+    if (path / SNAPSHOT).exists():
         return made
     beside = _fresh(path)
     with tarfile.open(fileobj=BytesIO(_git(root, "archive", "--format=tar", "HEAD"))) as archive:
@@ -106,7 +106,7 @@ def _of_package(folder: Path, root: Path) -> Snapshot:
         digest.update(str(file.relative_to(root)).encode("utf-8") + b"\0" + file.read_bytes())
     path = folder / f"package-{digest.hexdigest()[:12]}"
     made = Snapshot(path=path, commit=None, dirty=False)
-    if (path / DESCRIPTION).exists():
+    if (path / SNAPSHOT).exists():
         return made
     beside = _fresh(path)
     shutil.copytree(package, beside / "scaling", ignore=shutil.ignore_patterns("__pycache__"))
@@ -123,11 +123,11 @@ def _fresh(path: Path) -> Path:
 def _settle(beside: Path, made: Snapshot) -> Snapshot:
     """Name the finished copy; a copy that another submit named first is as good."""
     tree = {"commit": made.commit, "dirty": made.dirty}
-    (beside / DESCRIPTION).write_text(json.dumps(tree) + "\n", encoding="utf-8")
+    (beside / SNAPSHOT).write_text(json.dumps(tree) + "\n", encoding="utf-8")
     try:
         os.rename(beside, made.path)
     except OSError:
         shutil.rmtree(beside, ignore_errors=True)
-        if not (made.path / DESCRIPTION).exists():
+        if not (made.path / SNAPSHOT).exists():
             raise
     return made

@@ -131,3 +131,10 @@ def test_numbers_in_yaml() -> None:
 
 def test_flatten_keeps_empty_sections() -> None:
     assert flatten({"a": {"b": 1, "c": {}}, "d": None}) == {"a.b": 1, "a.c": {}, "d": None}
+
+
+def test_a_bad_setting_is_blamed_on_the_setting_not_on_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("optimizer: {lr: 1e-3}\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"^--set optimizer\.lr=abc: optimizer\.lr='abc' must be a number"):
+        load_config(path, ["model.size=6k", "model.vocab_size=512", "data.path=store", "optimizer.lr=abc"])

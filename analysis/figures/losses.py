@@ -11,6 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from scaling.analysis.arms import natural
+from scaling.analysis.cells import size_key
 from scaling.analysis.figures import style
 
 TAIL_EVALUATIONS: Final = 11  # as in the MHAR paper: mean of the last 11 evaluations
@@ -89,9 +90,9 @@ def _sizes(table: pd.DataFrame, points: pd.DataFrame) -> list[str]:
     present = set(points["size"])
     parameters = table.groupby("size", dropna=True)["n_params"].median().to_dict() if "n_params" in table else {}
 
-    def order(name: str) -> tuple[float, str]:
+    def order(name: str) -> tuple[float, tuple[str, float, str]]:
         value = parameters.get(name)
-        return (float("inf") if value is None or pd.isna(value) else float(value), name)
+        return (float("inf") if value is None or pd.isna(value) else float(value), size_key(name))
 
     return sorted(present, key=order)
 

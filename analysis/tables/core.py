@@ -8,7 +8,7 @@ from typing import Any, Final
 import pandas as pd
 
 from scaling.analysis import digits
-from scaling.analysis.readings import Delta, Noise, Speedup
+from scaling.analysis.readings import OVER_SIZES, Delta, Noise, Speedup
 from scaling.analysis.tables.table import Column, Table
 
 RUN_COLUMNS: Final = (
@@ -137,10 +137,12 @@ def speedups_by_scale(found: Sequence[Speedup], *, baseline: str) -> Table:
 
 def seed_deltas(found: Sequence[Delta], *, baseline: str, dropped: int = 0) -> Table:
     """Mean loss difference to the baseline by method and size, with interval, p, and the smallest p of a sign flip."""
+    sizes = [*dict.fromkeys(delta.size for delta in found if delta.size != OVER_SIZES), OVER_SIZES]
     rows = [
         {
             "method": delta.method,
             "size": delta.size,
+            "size_sort": float(sizes.index(delta.size)),
             "delta": delta.mean,
             "delta_low": delta.low,
             "delta_high": delta.high,

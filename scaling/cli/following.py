@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING
 
+import typer
+
 if TYPE_CHECKING:
     from scaling.tracking import SyncReport
 
@@ -29,6 +31,19 @@ def interruptible() -> Iterator[threading.Event]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+class Teller:
+    """Says on stderr what a round did, where it differs from the last: a follower goes on for days."""
+
+    def __init__(self) -> None:
+        self._said = ""
+
+    def __call__(self, report: SyncReport) -> None:
+        text = line(report)
+        if text != self._said:
+            typer.echo(text, err=True)
+        self._said = text
 
 
 def line(report: SyncReport) -> str:

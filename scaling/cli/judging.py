@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from scaling.cli.highlights import highlights
+
 if TYPE_CHECKING:
     import pandas as pd
 
@@ -63,9 +65,11 @@ def show_many(results: Mapping[str, Result], as_json: bool) -> None:
 
 def describe(result: Result) -> str:
     """Estimates with intervals, what must be known before using them, and the checklist."""
-    lines = [
-        f"{result.kind}: {result.status}, n = {result.n}" + (f", df = {result.df:g}" if result.df is not None else "")
-    ]
+    fitted = result.certificate or result.status != "converged"
+    head = [result.kind + (f": {result.status}" if fitted else "")]
+    head += [f"n = {result.n}"] if result.kind != "noise power" else []
+    head += [f"df = {result.df:g}"] if result.df is not None else []
+    lines = [", ".join(head)]
     interval = result.interval
     for name, value in result.estimate.items():
         line = f"  {name:<28} {value:.7g}"
@@ -74,6 +78,7 @@ def describe(result: Result) -> str:
         lines.append(line)
     if interval is not None:
         lines.append(f"  {interval.level:.0%} interval: {interval.method}")
+    lines += highlights(result)
     if result.objective is not None:
         lines.append(f"  objective {result.objective:.10g}")
     lines += [f"  warning {w.code}: {w.message}" for w in result.warnings]

@@ -24,6 +24,7 @@ KeepOption = Annotated[
 ColumnsOption = Annotated[
     str | None, typer.Option(help="For runs of other tools: val_loss=metric:eval_loss,method=param:arch.")
 ]
+AuthOption = Annotated[bool, typer.Option("--auth", help="Ask for passwords (pip install 'isoloss[auth]').")]
 JsonOption = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
 
 
@@ -39,7 +40,7 @@ def sync(
     as_json: JsonOption = False,
 ) -> None:
     """Bring an MLflow store up to date with run folders; the only writer of the store."""
-    from scaling.cli.following import interruptible, line
+    from scaling.cli.following import Teller, interruptible
     from scaling.tracking import sync as sync_folders
     from scaling.tracking.jobs import Jobs
 
@@ -54,7 +55,7 @@ def sync(
             stop=stop,
             job_state=Jobs(),
             figures=figures or (),
-            on_round=lambda report: typer.echo(line(report), err=True),
+            on_round=Teller(),
         )
     if as_json:
         typer.echo(json.dumps(asdict(report) | {"ok": report.ok}))
@@ -126,6 +127,7 @@ def ui(
     store: StoreOption = DEFAULT_STORE,
     host: Annotated[str, typer.Option(help="Address to listen at; loopback by default.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen at.", min=1, max=65535)] = 5000,
+    auth: AuthOption = False,
 ) -> None:
     """Open MLflow's pages on a store (a server's own address is only printed)."""
     from scaling.cli.listing import start
@@ -139,7 +141,7 @@ def ui(
     if address.startswith("http"):
         typer.echo(address)
         return
-    start(serve(address, host=host, port=port, workers=1), host, port)
+    start(serve(address, host=host, port=port, workers=1, auth=auth), host, port)
 
 
 @app.command(
@@ -154,7 +156,7 @@ def serve(
     ] = 2,
     allow: Annotated[list[str] | None, typer.Option(help="Names under which nodes reach this server.")] = None,
     artifacts: Annotated[Path | None, typer.Option(help="Folder for files.")] = None,
-    auth: Annotated[bool, typer.Option("--auth", help="Ask for passwords (pip install 'mlflow[auth]').")] = False,
+    auth: AuthOption = False,
 ) -> None:
     """Start an MLflow server with settings that survive a job array."""
     from scaling.cli.listing import start

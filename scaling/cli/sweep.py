@@ -83,6 +83,7 @@ def _submit(
     dependency: str | None = None,
     snapshot: bool = True,
     store: str | None = None,
+    spec: str = "",
 ) -> None:
     from scaling.sweeps.launch import launch
 
@@ -90,6 +91,10 @@ def _submit(
         sweep, executor=executor, retry=retry or (), keys=keys, workers=workers, threads=threads, feed_all=feed,
         dependency=dependency, snapshot=snapshot, store=store, confirm=None if yes else _confirm,
     )  # fmt: skip
+    if report.executor == "slurm" and report.jobs and store is not None:
+        from scaling.sweeps.mirror import leave_behind
+
+        typer.echo(leave_behind(sweep, spec, store), err=True)
     if json_:
         _print(report.tree())
     else:
@@ -176,7 +181,7 @@ def submit(
     with remembering(sweep, set_ or []):
         _submit(
             sweep, executor=executor, retry=retry, yes=yes, json_=json_, workers=workers, threads=threads, feed=feed,
-            dependency=after, snapshot=snapshot, store=_store(sweep, store) if sync else None,
+            dependency=after, snapshot=snapshot, store=_store(sweep, store) if sync else None, spec=spec,
         )  # fmt: skip
 
 
@@ -214,15 +219,20 @@ def watch(
     notify: Annotated[str | None, typer.Option(help="Command to run when a run fails and when all is over.")] = None,
     store: Store = None,
     sync: Sync = True,
+    mirror: Annotated[bool, typer.Option("--mirror", hidden=True)] = False,
     json_: Json = False,
 ) -> None:
     """Follow a sweep to its end; asks Slurm at most every 30 s. Leave with Ctrl-C, the sweep goes on."""
     from scaling.sweeps.display import LiveStatus
-    from scaling.sweeps.mirror import synced
+    from scaling.sweeps.mirror import alone, synced
     from scaling.sweeps.site import load_site
     from scaling.sweeps.watch import Watch
 
     sweep = _again(spec, set_, out)
+    if mirror:  # left behind by a submit: nobody looks, and whoever watches gets the notifications
+        with alone(sweep), synced(sweep.out, _store(sweep, store)):
+            Watch(plan=sweep).run()
+        return
     with synced(sweep.out, _store(sweep, store) if sync else None), LiveStatus() as live:
         now = Watch(plan=sweep, show=live.show, command=notify or load_site().notify).run()
     if json_:

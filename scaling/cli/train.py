@@ -9,7 +9,8 @@ import typer
 
 EPILOG = (
     "Examples:  scaling train run.yaml   |   scaling train run.yaml --set optimizer.lr=3e-3 --set run.seed=1   |   "
-    "torchrun --nproc-per-node 2 -m scaling train run.yaml --set run.parallel=ddp"
+    "torchrun --nproc-per-node 2 -m scaling train run.yaml --set run.parallel=ddp   |   "
+    "scaling train run.yaml --track http://login1:5000"
 )
 
 
@@ -23,6 +24,12 @@ def register(app: typer.Typer) -> None:
             list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change one value; may be repeated.")
         ] = None,
         out: Annotated[Path | None, typer.Option("--out", help="Folder of run folders (default: run.out).")] = None,
+        track: Annotated[
+            str | None,
+            typer.Option(
+                "--track", metavar="URL", help="MLflow server to write to meanwhile, from a thread (same as run.track)."
+            ),
+        ] = None,
         as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
     ) -> None:
         """Train one run, or go on with it. SIGINT, SIGTERM and SIGUSR2 save a checkpoint and leave."""
@@ -33,7 +40,7 @@ def register(app: typer.Typer) -> None:
             from scaling.config.strict import load_config
             from scaling.resolve import resolve
 
-            run = load_config(config, settings or [])
+            run = load_config(config, [*(settings or []), *([f"run.track={track}"] if track else [])])
             resolve(run)  # what is wrong with the configuration is said before torch is imported
             from scaling.cli.training import run_and_show
 

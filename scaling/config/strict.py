@@ -139,7 +139,8 @@ def _copy(value: Any) -> Any:
 def load_config(path: Path, settings: Sequence[str] = ()) -> RunConfig:
     """Load one run's configuration; order: defaults < named size < file < ``--set``."""
     tree, lines = read_yaml(path)
-    return build(RunConfig, apply_settings(tree, settings), source=str(path), lines=lines)
+    places = {setting.partition("=")[0].strip(): f"--set {setting}" for setting in settings}
+    return build(RunConfig, apply_settings(tree, settings), source=str(path), lines={**lines, **places})
 
 
 def build(

@@ -5,11 +5,14 @@ Sections of the configuration tree. Which fields count towards a run's identity 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
 
 from scaling.errors import ConfigError
+
+_SERVER: Final = re.compile(r"https?://[^\s/@?#]+(/[^\s@?#]*)?")  # without user and password: the folder keeps it
 
 
 def _positive(owner: object, *names: str) -> None:
@@ -132,7 +135,11 @@ class EvaluationConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunSettings:
-    """The seed, and everything about where and how a run executes that must not change its result."""
+    """The seed, and everything about where and how a run executes that must not change its result.
+
+    ``track`` is the address of an MLflow server that the training itself writes to, from a thread that never holds it
+    up; without it the run folder is synced from outside (``scaling runs sync``).
+    """
 
     seed: int = 0
     name: str | None = None
@@ -140,6 +147,7 @@ class RunSettings:
     out: str = "runs"
     log_every_steps: int = 10
     system_metrics: bool = False
+    track: str | None = None
     checkpoint_every_steps: int | None = None
     checkpoint_every_minutes: float | None = 10.0
     keep_checkpoints: int = 2
@@ -164,3 +172,10 @@ class RunSettings:
         )
         if self.seed < 0:
             raise ConfigError(f"seed={self.seed} is negative")
+        if self.track is not None and not _SERVER.fullmatch(self.track):
+            shown = re.sub(r"//[^/]*@", "//***@", self.track)
+            raise ConfigError(
+                f"track={shown} is no address that a training can write to; give http(s)://HOST:PORT of an MLflow "
+                "server, user and password in MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD (or a token in "
+                "MLFLOW_TRACKING_TOKEN); a database is filled by `scaling runs sync`"
+            )

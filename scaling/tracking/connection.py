@@ -11,10 +11,12 @@ import json
 import os
 import random
 import time
+from base64 import b64encode
 from pathlib import Path
 from typing import Any, Final
 
 import requests
+import requests.auth
 
 from scaling.errors import StoreError, StoreUnavailable
 from scaling.tracking.store import redact
@@ -31,6 +33,17 @@ class Missing(StoreError):
     """The server knows no such run or experiment."""
 
 
+class _Authorization(requests.auth.AuthBase):
+    """The same header with every request."""
+
+    def __init__(self, header: str) -> None:
+        self._header = header
+
+    def __call__(self, request: requests.PreparedRequest) -> requests.PreparedRequest:
+        request.headers["Authorization"] = self._header
+        return request
+
+
 class Server:
     """A connection that is kept open; credentials come from MLflow's environment variables or its credentials file."""
 
@@ -41,10 +54,12 @@ class Server:
         self._session = requests.Session()
         token = os.environ.get("MLFLOW_TRACKING_TOKEN")
         user, password = _credentials()
-        if token:
-            self._session.headers["Authorization"] = f"Bearer {token}"
-        elif user:
-            self._session.auth = (user, password)
+        # Given as authentication, not as a header: a ~/.netrc would replace a header.
+        if user and password:
+            # UTF-8, as MLflow's client; requests itself would take Latin-1
+            self._session.auth = _Authorization("Basic " + b64encode(f"{user}:{password}".encode()).decode())
+        elif token:
+            self._session.auth = _Authorization(f"Bearer {token}")
         if os.environ.get("MLFLOW_TRACKING_INSECURE_TLS") == "true":
             self._session.verify = False
         elif bundle := os.environ.get("MLFLOW_TRACKING_SERVER_CERT_PATH"):
@@ -121,14 +136,18 @@ class Server:
 
 
 def _credentials() -> tuple[str, str]:
-    user, password = os.environ.get("MLFLOW_TRACKING_USERNAME", ""), os.environ.get("MLFLOW_TRACKING_PASSWORD", "")
-    if not user:
-        parser = configparser.ConfigParser()
-        parser.read(Path("~/.mlflow/credentials").expanduser())
-        if parser.has_section("mlflow"):
-            user = parser["mlflow"].get("mlflow_tracking_username", "")
-            password = parser["mlflow"].get("mlflow_tracking_password", "")
-    return user, password
+    """User and password as MLflow's client finds them: each from its variable, else from the credentials file."""
+    found = {name: os.environ.get(f"MLFLOW_TRACKING_{name}", "") for name in ("USERNAME", "PASSWORD")}
+    parser = configparser.ConfigParser()
+    parser.read(Path("~/.mlflow/credentials").expanduser(), encoding="utf-8")
+    for name, value in found.items():
+        key = f"mlflow_tracking_{name.lower()}"
+        if not value and parser.has_option("mlflow", key):
+            try:
+                found[name] = parser.get("mlflow", key)
+            except configparser.InterpolationError:  # a percent sign that is meant as such
+                found[name] = parser.get("mlflow", key, raw=True)
+    return found["USERNAME"], found["PASSWORD"]
 
 
 def _reason(error: requests.RequestException) -> str:

@@ -186,6 +186,7 @@ def _tags(
         "mlflow.source.type": "JOB" if job else "LOCAL",
         "mlflow.source.name": "scaling train",
         "mlflow.source.git.commit": environment.get("git_commit"),
+        "mlflow.source.git.dirty": environment.get("git_dirty"),
         "mlflow.note.content": _note(folder, config),
         "final_step": end.step if end else None,
     }

@@ -1,11 +1,12 @@
 """A syncer in a process of its own beside whatever runs a sweep, so that live curves appear and nothing waits for them.
 
-Used by the quickstart and by ``scaling sweep submit|watch``. The process is ``scaling runs sync OUT --follow``; told to
-stop, it syncs once more.
+Used by the quickstart and, through ``sweeps.mirror``, by ``scaling sweep submit|watch``. The process is ``scaling runs
+sync OUT --follow``; told to stop, it syncs once more.
 """
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,7 @@ from scaling.tracking.state import FOLDER
 from scaling.tracking.store import normalise
 from scaling.tracking.syncer import INTERVAL_S
 
-STOP_S: Final = 120.0  # how long the last round may take
+STOP_S: Final = 600.0  # how long the last round may take
 LOG: Final = "sync.log"
 
 
@@ -30,8 +31,6 @@ class Follower:
         See ``sync``.
     interval_s
         Seconds between rounds.
-    runs
-        End by itself when this many runs are over; for ``detach``.
 
     Raises
     ------
@@ -46,35 +45,42 @@ class Follower:
         store_uri: str,
         experiment: str | None = None,
         interval_s: float = INTERVAL_S,
-        runs: int | None = None,
     ) -> None:
         self.log = out / FOLDER / LOG
-        self._out = out
         self._command = [sys.executable, "-m", "scaling", "runs", "sync", str(out), "--store", normalise(store_uri)]
-        self._command += ["--follow", "--interval", str(interval_s)]
+        self._interval_s = interval_s
         self._command += ["--experiment", experiment] if experiment else []
-        self._command += ["--until-over", str(runs)] if runs is not None else []
         self._process: subprocess.Popen[bytes] | None = None
 
-    def detach(self) -> int:
-        """Start it as a process that outlives this one; returns its id. What it says is in ``log``."""
-        self.log.parent.mkdir(parents=True, exist_ok=True)
-        script = 'nohup "$@" >>"$0" 2>&1 </dev/null & echo $!'  # the shell leaves: the process belongs to nobody
-        command = ["sh", "-c", script, str(self.log), *self._command]
-        done = subprocess.run(command, capture_output=True, text=True, check=True, start_new_session=True)
-        return int(done.stdout)
-
     def __enter__(self) -> Self:
-        self.log.parent.mkdir(parents=True, exist_ok=True)
-        with self.log.open("ab") as log:
-            self._process = subprocess.Popen(
-                self._command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
-            )
+        self._process = self._start("--follow", "--interval", str(self._interval_s))
         return self
 
     def __exit__(self, *_: object) -> None:
         assert self._process is not None
         self._process.terminate()
+        self._wait()
+        if self._process.returncode == -signal.SIGTERM:  # stopped before it could listen: it has sent nothing yet
+            self._process = self._start()
+            self._wait()
+
+    @property
+    def trouble(self) -> str:
+        """The last thing it said, where it ended without having sent everything; else empty."""
+        if self._process is None or self._process.poll() in (None, 0):
+            return ""
+        lines = self.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        return lines[-1] if lines else "no word"
+
+    def _start(self, *more: str) -> subprocess.Popen[bytes]:
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        with self.log.open("ab") as log:
+            return subprocess.Popen(
+                [*self._command, *more], stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+            )
+
+    def _wait(self) -> None:
+        assert self._process is not None
         try:
             self._process.wait(STOP_S)
         except subprocess.TimeoutExpired:

@@ -35,8 +35,9 @@ class RestStore:
 
     deletes = False
 
-    def __init__(self, url: str, *, timeout_s: float, tries: int = 3) -> None:
+    def __init__(self, url: str, *, timeout_s: float, tries: int = 3, light: bool = False) -> None:
         self.uri = url
+        self._light = light
         self._server = Server(url, timeout_s=timeout_s, tries=tries)
         self._places: dict[str, str] = {}
 
@@ -119,6 +120,8 @@ class RestStore:
             shutil.copyfile(path, target)
         elif scheme in ("", "file"):
             logger.debug("%s keeps artifacts in a folder of its own host; %s is not uploaded", self.uri, path)
+        elif self._light:
+            logger.debug("%s keeps artifacts at %s; %s waits for `scaling runs sync`", self.uri, scheme, path)
         else:
             from scaling.tracking.sql import import_mlflow
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Final
 
 from scaling.errors import UsageError
+from scaling.tracking import passwords
 from scaling.tracking.store import normalise, redact, sqlite_path
 
 POOL_SIZE: Final = 80
@@ -60,12 +61,12 @@ def serve(
     artifacts
         Folder for files; default beside a sqlite file, else ``./mlartifacts``.
     auth
-        Whether to ask for a user and password (MLflow's basic-auth app).
+        Whether to ask for a user and password (MLflow's basic-auth app); users are kept beside the artifacts.
 
     Raises
     ------
     UsageError
-        If the store is itself a server, or the address is public.
+        If the store is itself a server, the address is public, or passwords cannot be asked for yet.
     """
     address = normalise(store_uri)
     if address.startswith("http"):
@@ -91,10 +92,12 @@ def serve(
         *("--allowed-hosts", ",".join(allowed)),
         *("--artifacts-destination", folder.absolute().as_uri()),
     ]
+    variables = environment()
     if auth:
         arguments += ["--app-name", "basic-auth"]
+        variables |= passwords.prepare(folder.absolute().parent)
     return Command(
-        arguments=tuple(arguments), environment=environment(), url=f"http://{host}:{port}", warnings=tuple(warnings)
+        arguments=tuple(arguments), environment=variables, url=f"http://{host}:{port}", warnings=tuple(warnings)
     )
 
 

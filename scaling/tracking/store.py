@@ -152,13 +152,16 @@ def redact(uri: str) -> str:
     return re.sub(r"(//[^/:@]*):[^/@]*@", r"\1:***@", uri)
 
 
-def open_store(uri: str, *, artifacts: Path, timeout_s: float = 20.0) -> Store:
-    """Open (sqlite: make) a store for writing; ``artifacts`` is where a database's new experiments keep files."""
+def open_store(uri: str, *, artifacts: Path, timeout_s: float = 20.0, light: bool = False) -> Store:
+    """Open (sqlite: make) a store for writing; ``artifacts`` is where a database's new experiments keep files.
+
+    A server is spoken to without MLflow; ``light`` leaves out even the uploads that would need it.
+    """
     address = normalise(uri)
     if address.startswith("http"):
         from scaling.tracking.rest import RestStore
 
-        return RestStore(address, timeout_s=timeout_s)
+        return RestStore(address, timeout_s=timeout_s, light=light)
     from scaling.tracking.sql import SqlStore
 
     return SqlStore(address, artifacts=artifacts)

@@ -30,7 +30,7 @@ def codes(result: Result) -> set[str]:
     return {w.code for w in result.warnings}
 
 
-def table(**options: int) -> pd.DataFrame:
+def table(**options: float) -> pd.DataFrame:
     return sweep(np.random.default_rng(0), **options)  # type: ignore[arg-type]
 
 
@@ -128,6 +128,20 @@ def test_zero_degrees_of_freedom() -> None:
     assert result.df == 0 and result.status == "undetermined"
     assert "no-degrees-of-freedom" in codes(result)
     assert result.details["rows"]["residual"] == pytest.approx([0, 0, 0], abs=1e-9)
+
+
+@pytest.mark.parametrize("kind", ["two-level", "parametric", "pairs", "cluster"])
+@pytest.mark.filterwarnings("error")
+def test_no_interval_from_refits_that_fail(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Six collinear points, five parameters, noise as large as the signal: said, without numpy's warnings."""
+    hopeless = table(scales=6, seeds=1, sd=0.3).query("method == 'baseline'")
+    result = fit_law(hopeless, interval=kind, draws=20)
+    assert (result.interval is None) == ("refits-failed" in codes(result))
+    monkeypatch.setattr("scaling.analysis.solver.MAX_ITERATIONS", 1)
+    result = fit_law(hopeless, interval=kind, draws=20)
+    assert result.interval is None and "refits-failed" in codes(result)
+    text = next(w.message for w in result.warnings if w.code == "refits-failed")
+    assert text.startswith(f"no {kind} interval: fewer than half of the refits converged")
 
 
 def test_one_seed() -> None:
@@ -277,6 +291,54 @@ def test_options_out_of_range() -> None:
         compare_seeds(table(), baseline="baseline", pairing="yes")
 
 
+ARMS = ("--baseline", "baseline")
+NONSENSE = [
+    (("fit", "law", "--form", "power", "--draws", "0"), "draws must be 2 or more, got 0"),
+    (("fit", "law", "--form", "power", "--random-seed", "-1"), "the random seed must be 0 or more, got -1"),
+    (("fit", "law", "--form", "power", "--cluster", "nope"), "cluster column 'nope' is not in the table; it has: "),
+    (("fit", "law", "--form", "power", "--cluster", "same"), "cluster column 'same' has one value"),
+    (("fit", "law", "--form", "power", "--weights", "below"), "weights in column 'below' must be numbers of 0 or more"),
+    (("fit", "backtest", "--form", "power", "--level", "7"), "level must lie between 0 and 1, got 7.0; write 95% as"),
+    (("fit", "isoflop", "--level", "1"), "level must lie between 0 and 1, got 1.0"),
+    (("fit", "isoflop", "--noise-sd", "-1"), "noise_sd must be a positive number of nats, got -1.0"),
+    (("fit", "frontier", "--budgets", "1e21", "--draws", "1"), "draws must be 2 or more, got 1"),
+    (("compare", "speedup", *ARMS, "--level", "95"), "level must lie between 0 and 1, got 95.0"),
+    (("compare", "speedup", *ARMS, "--draws", "-1"), "draws must be 0 or more, got -1"),
+    (("compare", "speedup", *ARMS, "--noise-sd", "0"), "noise_sd must be a positive number of nats, got 0.0"),
+    (("compare", "seeds", *ARMS, "--level", "0"), "level must lie between 0 and 1, got 0.0"),
+    (("compare", "seeds", *ARMS, "--noise-sd", "-1"), "noise_sd must be a positive number of nats, got -1.0"),
+    (("noise", "floor", "--level", "2"), "level must lie between 0 and 1, got 2.0"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), NONSENSE, ids=[" ".join(a[:2] + a[-2:]) for a, _ in NONSENSE])
+def test_nonsense_is_refused_in_one_line(
+    arguments: tuple[str, ...], message: str, tmp_path: Path, run: Callable[..., tuple[int, str, str]]
+) -> None:
+    path = tmp_path / "runs.csv"
+    table().assign(same="x", below=-1.0).to_csv(path, index=False)
+    status, out, err = run(*arguments[:2], "--runs", str(path), *arguments[2:])
+    assert status in (1, 2) and not out and err.count("\n") == 1 and message in err, err
+
+
+def test_other_nonsense(tmp_path: Path, run: Callable[..., tuple[int, str, str]]) -> None:
+    status, out, err = run("noise", "power", "--sd", "0.001", "--power", "2")
+    assert status == 2 and not out and "power must lie between 0 and 1, got 2.0" in err
+    status, _, err = run("compare", "items", "--gains", "1", "--losses", "2", "--level", "95")
+    assert status == 2 and "level must lie between 0 and 1" in err
+    for name in ("empty.csv", "empty.parquet"):
+        (tmp_path / name).touch()
+        with pytest.raises(TableError, match=rf"{name}: cannot be read as \.(csv|parquet) \("):
+            load_table(tmp_path / name)
+
+
+def test_given_noise_leaves_pairs_unused_for_its_own_reason() -> None:
+    paired = sweep(np.random.default_rng(0), rho=0.95)
+    result = compare_seeds(paired, baseline="baseline", noise_sd=0.002)["new"]
+    text = next(w.message for w in result.warnings if w.code == "pairing-not-used")
+    assert "the given noise is of single runs" in text
+
+
 def test_items() -> None:
     with pytest.raises(UsageError, match="give a table, or both counts"):
         compare_items()
@@ -288,6 +350,26 @@ def test_items() -> None:
         compare_items(pd.concat([items, items.iloc[[0]]]), baseline="base")
     with pytest.raises(TableError, match="must hold 0 and 1"):
         compare_items(items.assign(correct=0.5), baseline="base")
+
+
+@pytest.mark.parametrize("known", [["N", "D", "C"], ["C"], []], ids=["parameters", "compute", "names alone"])
+def test_sizes_are_listed_smallest_first(known: list[str]) -> None:
+    """Not 12k, 25k, 50k, 6k, in whatever order the runs come."""
+    names = {"s0": "6k", "s1": "12k", "s2": "25k", "s3": "50k", "s4": "0.1M"}
+    runs = table().assign(size=lambda t: t["size"].map(names)).sample(frac=1, random_state=0)
+    runs["lr"] = np.tile(np.geomspace(1e-4, 1e-2, 3), 10)
+    bare = runs[[*known, "method", "size", "seed", "loss"]]
+    result = compare_seeds(bare, baseline="baseline")["new"]
+    assert [row["scale"] for row in result.details["scales"]] == list(names.values())
+    assert list(result.estimate) == ["delta", *(f"delta[{size}]" for size in names.values())]
+    floor = noise_floor(bare, by=["method", "size"])
+    sizes = [row["configuration"]["size"] for row in floor.details["configurations"]]
+    assert sizes == [size for size in names.values() for _ in range(2)]
+    some = bare[~((bare["method"] == "new") & bare["size"].isin(["6k", "12k"]))]
+    text = next(w.message for w in compare_seeds(some, baseline="baseline")["new"].warnings if "left out" in w.message)
+    assert text.endswith("6k, 12k")
+    rates = learning_rate_robustness(runs[[*known, "method", "size", "lr", "loss"]], baseline="baseline", noise_sd=0.01)
+    assert [row["size"] for row in rates["new"].details["rows"]] == list(names.values())
 
 
 def test_three_seeds_say_what_they_can_show() -> None:
@@ -384,3 +466,25 @@ def test_commands(tmp_path: Path, run: Callable[..., tuple[int, str, str]]) -> N
         status, out, err = run(*arguments)
         assert status == 0 and not err, err
         assert out.count("\n") > 3
+        status, out, err = run(*arguments, "--json")
+        assert status == 0 and not err and isinstance(json.loads(out), dict), arguments
+
+
+def test_what_a_person_looks_for_is_on_the_screen(tmp_path: Path, run: Callable[..., tuple[int, str, str]]) -> None:
+    path = tmp_path / "runs.csv"
+    sweep(np.random.default_rng(0), speedups={"new": 1.25, "other": 1.1}).to_csv(path, index=False)
+    _, out, _ = run("compare", "speedup", "--runs", str(path), "--baseline", "baseline", "--draws", "0")
+    assert (
+        all(f"\n     s{k} " in out for k in range(5)) and "noise floor: SD " in out and "trend over scales: p " in out
+    )
+    _, out, _ = run("compare", "seeds", "--runs", str(path), "--baseline", "baseline")
+    assert "exact sign flips of 15 pairs: p " in out and "smallest possible 6.1e-05" in out
+    assert "corrected for 2 methods: Dunnett " in out and "runs of one seed correlate by " in out
+    _, out, _ = run("compare", "items", "--gains", "27", "--losses", "13")
+    assert "mid-p 0.02753, exact p 0.03848" in out and "converged" not in out
+    _, out, _ = run("noise", "floor", "--runs", str(path))
+    assert "15 configurations, SD " in out and "Levene p " in out
+    _, out, _ = run("noise", "power", "--sd", "0.00116", "--seeds", "3", "--scales", "1")
+    assert "power, simulated" in out and "0.00356" in out
+    _, out, _ = run("fit", "backtest", "--runs", str(path), "--form", "power")
+    assert "extrapolated" in out and "median error" in out

@@ -1,6 +1,6 @@
 """Times of one fit and of a bootstrap on the 240 Chinchilla points: this solver, Epoch's procedure, scipy's curve_fit.
 
-    ISOLOSS_SHARED=../shared python tests/benchmarks/laws.py [--resamples 4000] [--starts 60]
+    ISOLOSS_SHARED=../shared python -m tests.benchmarks.laws [--resamples 4000] [--starts 60]
 
 All in one process and on one thread, CPU seconds. Epoch's procedure is written here from its description: L-BFGS-B with
 numerical gradients from a grid of 4,500 starts for the fit, BFGS from Hoffmann's parameters for each resample; only a
@@ -26,30 +26,9 @@ from scaling.analysis.certify import solve  # noqa: E402
 from scaling.analysis.columns import load_table  # noqa: E402
 from scaling.analysis.laws import get_law  # noqa: E402
 from scaling.analysis.uncertainty import cluster_bootstrap  # noqa: E402
+from tests.benchmarks.epoch import DELTA, HOFFMANN, gradient, objective  # noqa: E402
 
 Floats = NDArray[np.float64]
-
-DELTA = 1e-3
-# Hoffmann et al. (2022), TeX source: log A, log B, log E, alpha, beta.
-HOFFMANN = np.array([6.0073404, 6.0179186, 0.5267228, 0.33917084, 0.2849083])
-
-
-def objective(theta: Floats, log_n: Floats, log_d: Floats, log_l: Floats) -> float:
-    """Sum of Huber losses of log residuals, as in Epoch's notebook."""
-    a, b, e, alpha, beta = theta
-    r = log_l - np.logaddexp(np.logaddexp(a - alpha * log_n, b - beta * log_d), e)
-    size = np.abs(r)
-    return float(np.sum(np.where(size <= DELTA, 0.5 * r**2, DELTA * (size - 0.5 * DELTA))))
-
-
-def gradient(theta: Floats, log_n: Floats, log_d: Floats, log_l: Floats) -> Floats:
-    """What automatic differentiation gives them."""
-    a, b, e, alpha, beta = theta
-    parts = np.array([a - alpha * log_n, b - beta * log_d, np.full_like(log_n, e)])
-    f = np.logaddexp.reduce(parts)
-    p = np.exp(parts - f)
-    push = -np.clip(log_l - f, -DELTA, DELTA)
-    return np.array([push @ p[0], push @ p[1], push @ p[2], -push @ (p[0] * log_n), -push @ (p[1] * log_d)])
 
 
 def cpu(work: Callable[[], object]) -> float:

@@ -59,7 +59,7 @@ def test_retry_goes_on_and_keeps_the_history(make: Any, toy: Any) -> None:
     assert [point.step for point in folder.points()] == [1, 2, 3, 4, 5, 6]
 
 
-def test_interrupt_saves_and_the_next_call_goes_on(make: Any, toy: Any) -> None:
+def test_interrupt_saves_and_the_next_call_goes_on(make: Any, toy: Any, caplog: pytest.LogCaptureFixture) -> None:
     planned = make(steps=30, grid={"seed": [0, 1]})
     toy(**{run.label: "slow" for run in planned.runs})
 
@@ -74,6 +74,7 @@ def test_interrupt_saves_and_the_next_call_goes_on(make: Any, toy: Any) -> None:
     report = run_local(planned, workers=1, trainer=TOY)
     thread.join()
     assert report.stopped_by == "SIGINT"
+    assert "SIGINT: 1 runs save their state and leave, at most 60 s; Ctrl-C again" in caplog.text
     assert sorted(outcome.outcome for outcome in report.outcomes.values()) == ["interrupted", "waiting"]
     assert status(planned).counts == {"planned": 2}
     assert not any(held(planned.out / run.key, time.time()) for run in planned.runs)

@@ -123,3 +123,9 @@ def test_tokens_per_parameter_are_fixed_and_the_same_for_all_methods(name: str, 
 
 def test_fair_has_every_method_with_three_seeds() -> None:
     assert count_by_method(runs_of("fair")) == dict.fromkeys(METHODS, 4 * 3)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_runs_have_names_of_their_own(name: str) -> None:
+    names = [run.label for run in runs_of(name)]
+    assert len(set(names)) == len(names)

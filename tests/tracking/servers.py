@@ -13,21 +13,26 @@ import time
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import requests
 
 from scaling.tracking.server import free_port, serve
 
-START_S = 120.0
+START_S = 240.0
 
 
 class MlflowServer:
     """``scaling runs serve`` over a database, on a free loopback port that it keeps over restarts."""
 
-    def __init__(self, store: str, folder: Path, *, workers: int = 1, allow: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, store: str, folder: Path, *, workers: int = 1, allow: tuple[str, ...] = (), auth: bool = False
+    ) -> None:
         self.port = free_port()
         self._folder = folder
-        self._command = serve(store, port=self.port, workers=workers, artifacts=folder / "artifacts", allow=allow)
+        self._command = serve(
+            store, port=self.port, workers=workers, artifacts=folder / "artifacts", allow=allow, auth=auth
+        )
         self.url = self._command.url
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -91,13 +96,20 @@ class Postgres:
             self._process.wait()
             self._process = None
 
-    def create(self, name: str) -> str:
-        """Make a database; returns its address."""
+    def create(self, name: str, *, template: str = "template1") -> str:
+        """Make a database, as a copy of another; returns its address."""
         import psycopg
 
         with psycopg.connect(f"postgresql://mlflow@127.0.0.1:{self.port}/postgres", autocommit=True) as connection:
-            connection.execute(f'CREATE DATABASE "{name}"')
+            connection.execute(f'CREATE DATABASE "{name}" TEMPLATE "{template}"'.encode())
         return f"postgresql://mlflow@127.0.0.1:{self.port}/{name}"
+
+    def ask(self, address: str, query: str) -> list[Any]:
+        """Rows of a query."""
+        import psycopg
+
+        with psycopg.connect(address) as connection:
+            return connection.execute(query.encode()).fetchall()
 
     def _answers(self) -> bool:
         import psycopg
@@ -110,9 +122,12 @@ class Postgres:
 
 
 class Proxy:
-    """Passes requests on to a server, unless ``fault`` (given the path) answers, waits or both."""
+    """Passes requests on to a server, unless ``fault`` (given the path) answers, waits or both.
 
-    def __init__(self, target: str) -> None:
+    With ``authorization`` requests must carry that header, or are answered 401.
+    """
+
+    def __init__(self, target: str, *, authorization: str = "") -> None:
         self.fault: Callable[[str], tuple[float, float, int]] = lambda path: (0.0, 0.0, 0)
         self.requests = 0
         host, _, port = target.removeprefix("http://").partition(":")
@@ -125,6 +140,8 @@ class Proxy:
                 outer.requests += 1
                 body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
                 before_s, after_s, code = outer.fault(self.path)
+                if authorization and self.headers.get("Authorization") != authorization:
+                    code = 401
                 time.sleep(before_s)
                 if code:
                     answer, kind, status = (

@@ -93,7 +93,7 @@ def test_the_server_is_started_with_room_and_names() -> None:
         serve("http://127.0.0.1:5000")
 
 
-def test_only_private_addresses_are_served_and_with_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_private_addresses_are_served_and_with_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for host in ("0.0.0.0", "8.8.8.8"):
         with pytest.raises(UsageError, match="is open to everybody; give 127.0.0.1, or a private address"):
             serve("sqlite:///x.db", host=host)
@@ -101,7 +101,9 @@ def test_only_private_addresses_are_served_and_with_a_warning(monkeypatch: pytes
         serve("sqlite:///x.db", host="no-such-host.invalid")
     warnings = serve("sqlite:///x.db", host="10.1.2.3").warnings
     assert "can be reached by everybody on its network without a password" in warnings[0]
-    assert "users and passwords are asked for" in serve("sqlite:///x.db", host="10.1.2.3", auth=True).warnings[0]
+    monkeypatch.setenv("MLFLOW_AUTH_ADMIN_PASSWORD", "a long password")
+    command = serve("sqlite:///x.db", host="10.1.2.3", auth=True, artifacts=tmp_path / "files")
+    assert "users and passwords are asked for" in command.warnings[0]
 
 
 def test_the_filters_to_type_are_valid() -> None:

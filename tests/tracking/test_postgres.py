@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pandas as pd
@@ -11,29 +10,17 @@ import pytest
 from scaling.analysis.ingest import read_runs
 from scaling.record import RunFolder
 from scaling.tracking import sync
-from tests.conftest import missing
 from tests.tracking.folders import begin, finish, make_config, write_points
-from tests.tracking.servers import MlflowServer, Postgres, program
+from tests.tracking.servers import MlflowServer, Postgres
 from tests.tracking.test_tidy import awkward
 
 pytestmark = [pytest.mark.slow, pytest.mark.postgres, pytest.mark.timeout(600)]
 
 
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Postgres]:
-    import tempfile
-
-    if not program("initdb"):
-        missing("PostgreSQL (Debian package postgresql)")
-    with tempfile.TemporaryDirectory(prefix="pg") as folder:  # short and reachable: a socket's path has 107 characters
-        Path(folder).chmod(0o755)
-        running = Postgres(Path(folder)).start()
-        yield running
-        running.stop()
-
-
-def test_postgres_directly_behind_a_server_and_restarted(cluster: Postgres, tmp_path: Path) -> None:
-    uri = cluster.create("mlflow")
+def test_postgres_directly_behind_a_server_and_restarted(
+    cluster: Postgres, empty_postgres: str, tmp_path: Path
+) -> None:
+    uri = cluster.create("mlflow", template=empty_postgres)
     out = tmp_path / "runs"
     awkward(out)
     assert sync(out, store_uri=uri).ok

@@ -11,7 +11,6 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,38 +18,16 @@ import pandas as pd
 import pytest
 
 from scaling.analysis.ingest import read_runs
-from scaling.errors import StoreError, UsageError
 from scaling.record import RunFolder, append_line
 from scaling.tracking import sync
-from scaling.tracking.direct import Direct
 from scaling.tracking.server import free_port
+from tests.conftest import missing
 from tests.tracking.folders import START_MS, begin, finish, make_config, make_run, write_points
 from tests.tracking.servers import MlflowServer, Proxy, silent_port, wait_until
 from tests.tracking.test_tidy import awkward
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
-
-
-@pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory, empty_database: Path) -> Path:
-    folder = tmp_path_factory.mktemp("server")
-    shutil.copy(empty_database, folder / "mlflow.db")
-    return folder / "mlflow.db"
-
-
-@pytest.fixture(scope="module")
-def server(store: Path) -> Iterator[MlflowServer]:
-    running = MlflowServer(f"sqlite:///{store}", store.parent, allow=("node-7",)).start()
-    yield running
-    running.kill()
-
-
-@pytest.fixture
-def proxy(server: MlflowServer) -> Iterator[Proxy]:
-    between = Proxy(server.url)
-    yield between
-    between.close()
 
 
 def count(store: Path, query: str, *values: Any) -> int:
@@ -234,28 +211,6 @@ def test_killed_in_the_middle_of_eight_trainings(tmp_path: Path, empty_database:
     assert count(tmp_path / "mlflow.db", "SELECT count(*) FROM runs WHERE status = 'RUNNING'") == 0
 
 
-def test_tracking_from_the_training_process_never_holds_it_up(tmp_path: Path, proxy: Proxy, store: Path) -> None:
-    out = tmp_path / "runs"
-    folder = RunFolder.create(out, make_config(seed=5))
-    begin(folder)
-    with pytest.raises(UsageError, match="cannot be written from a training"):
-        Direct(out, folder.key, url="sqlite:///mlflow.db")
-    with Direct(out, folder.key, url=proxy.url, experiment="direct", interval_s=0.2) as tracking:
-        for step in range(0, 50, 10):
-            write_points(folder, 1, [step])
-        wait_until(lambda: tracking.report is not None and count(store, POINTS, "direct") == 5, 30)
-        proxy.fault = lambda path: (60.0, 0.0, 0)  # hangs
-        started_s = time.monotonic()
-        write_points(folder, 1, range(50, 101, 10))
-        assert time.monotonic() - started_s < 1.0
-        finish(folder)
-        started_s = time.monotonic()
-    assert time.monotonic() - started_s < 7.0
-    proxy.fault = lambda path: (0.0, 0.0, 0)
-    assert sync(out, store_uri=proxy.url, experiment="direct").ok  # the folder has what was not sent
-    assert count(store, RUNS, "direct") == 1 and count(store, POINTS, "direct") == 11
-
-
 def test_the_server_answers_to_its_names_and_to_no_others(server: MlflowServer) -> None:
     import requests
 
@@ -297,16 +252,6 @@ def test_pool_of_the_server_outlasts_64_writers_at_once(tmp_path: Path, server: 
     assert count(store, POINTS, "burst") == 64 * 100
 
 
-def test_credentials_and_refusals_are_said(tmp_path: Path, proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
-    make_run(tmp_path / "runs")
-    proxy.fault = lambda path: (0.0, 0.0, 401)
-    with pytest.raises(StoreError, match="refused the credentials .401.; set MLFLOW_TRACKING_USERNAME"):
-        sync(tmp_path / "runs", store_uri=proxy.url)
-    proxy.fault = lambda path: (0.0, 0.0, 403)
-    with pytest.raises(StoreError, match="--allowed-hosts"):
-        sync(tmp_path / "runs", store_uri=proxy.url)
-
-
 def test_sixty_four_trainings_one_syncer_no_row_lost(tmp_path: Path, database: Path) -> None:
     out = tmp_path / "runs"
     out.mkdir()
@@ -333,17 +278,12 @@ def test_sixty_four_trainings_one_syncer_no_row_lost(tmp_path: Path, database: P
 
 
 def test_a_full_disk_loses_nothing(tmp_path: Path, empty_database: Path) -> None:
-    """A small file system where one can be mounted; elsewhere SQLite's own page limit, which fails the same way."""
+    """A real one: a file system of 1.6 MB that grows when it was full."""
     small = tmp_path / "small"
     small.mkdir()
-    mounted = (
-        os.geteuid() == 0
-        and not subprocess.run(
-            ["mount", "-t", "tmpfs", "-o", "size=1600k", "none", str(small)], capture_output=True
-        ).returncode
-    )
-    if not mounted:
-        pytest.skip("needs the right to mount a file system")
+    command = ["mount", "-t", "tmpfs", "-o", "size=1600k", "none", str(small)]
+    if os.geteuid() != 0 or subprocess.run(command, capture_output=True).returncode:
+        missing("the right to mount a small file system (root, and mount of tmpfs)")
     try:
         shutil.copy(empty_database, small / "mlflow.db")
         out = tmp_path / "runs"
