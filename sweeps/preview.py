@@ -126,6 +126,10 @@ def _slurm_view(now: SweepStatus, site: Site, slurm: Slurm | None) -> tuple[list
         jobs = sum(len(group.tasks) for group in groups)
         notes = [f"Slurm: {jobs} jobs in {len(groups)} group(s) of equal resources"]
         try:
+            slurm.config()
+        except ClusterError as error:  # not a refusal: nobody was asked
+            return [*notes, f"Slurm: cannot be asked now ({error}); limits and requests are not checked"], "", script
+        try:
             check_path(plan.sweep_folder.resolve())
             check_times(due, site, slurm)
             width, limit = slurm.max_array_index() + 1, slurm.submit_limit()

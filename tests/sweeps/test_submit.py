@@ -510,6 +510,9 @@ def test_preview_shows_script_cuts_and_limits(make: Any, fake: Any) -> None:
     late = preview(make(resources={"time": "2d"}), site=Site(), slurm=fake.slurm)
     assert any("refused as planned" in note and "exceeds the MaxTime" in note for note in late.notes)
     assert "exceeds the MaxTime" in late.refused and late.refused == late.tree()["refused"] and not seen.refused
+    fake.down = True
+    away = preview(planned, site=Site(), slurm=fake.slurm)
+    assert "Slurm: cannot be asked now" in away.notes[-1] and not away.refused
 
 
 def test_preview_asks_slurm_about_every_kind_of_job_that_is_due(make: Any, fake: Any) -> None:
