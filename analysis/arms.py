@@ -15,6 +15,25 @@ import pandas as pd
 CONDITIONS: Final = {"kv": "KV={:g}", "lr": "lr={:g}"}  # what every method of a size can be given alike
 
 
+NEEDED: Final = frozenset({"method", "size", "heads", "variant", "kv", "lr", "val_loss", "n_params_non_embedding"})
+
+
+def told_apart(table: pd.DataFrame, *, best_rate: bool = False) -> pd.DataFrame:
+    """A tidy table of runs as comparisons read it; tables of other tools, which lack its columns, as they are.
+
+    Parameters
+    ----------
+    table
+        Runs.
+    best_rate
+        Keep each method's best learning rate only (for laws), instead of comparing at every rate.
+    """
+    if not NEEDED <= set(table.columns):
+        return table
+    named = by_option(table)
+    return by_condition(at_best_rate(named) if best_rate else named)
+
+
 def by_option(runs: pd.DataFrame) -> pd.DataFrame:
     """The runs with ``method`` naming the options too, where a size holds runs of one method with several of them.
 

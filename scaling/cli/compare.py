@@ -49,11 +49,13 @@ def speedup(
     as_json: AsJson = False,
 ) -> None:
     """How much less a method costs at equal loss, with its interval, trend and noise floor."""
+    from scaling.analysis.arms import told_apart
     from scaling.analysis.inversion import parse_asymptote
     from scaling.analysis.speedup import compare_speedup
 
+    table = told_apart(read(runs, columns, where), best_rate=True)
     results = compare_speedup(
-        read(runs, columns, where), baseline=baseline, method=method, currency=currency, level=level,
+        table, baseline=baseline, method=method, currency=currency, level=level,
         asymptote=parse_asymptote(asymptote), noise_sd=noise_sd, inversion=inversion, draws=draws, rng=random_seed,
         keep_unfinished=keep_unfinished,
     )  # fmt: skip
@@ -77,10 +79,12 @@ def seeds(
     as_json: AsJson = False,
 ) -> None:
     """Difference of loss over the same seeds, per scale and over scales, corrected for the number of methods."""
+    from scaling.analysis.arms import told_apart
     from scaling.analysis.seeds import compare_seeds
 
+    table = told_apart(read(runs, columns, where))
     results = compare_seeds(
-        read(runs, columns, where), baseline=baseline, method=method, pairing=pairing, noise_sd=noise_sd, level=level,
+        table, baseline=baseline, method=method, pairing=pairing, noise_sd=noise_sd, level=level,
         keep_unfinished=keep_unfinished,
     )  # fmt: skip
     show_many(results, as_json)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from types import ModuleType
 
 import pandas as pd
 import pytest
+from typer.testing import CliRunner
 
-from scaling.analysis.arms import at_best_rate, by_condition, by_option
+from scaling.analysis.arms import at_best_rate, by_condition, by_option, told_apart
 from scaling.analysis.inquiry import complete
+from scaling.cli.main import app
 
 
 def varied(planted: ModuleType, column: str, values: tuple[object, ...], *, only: str | None = None) -> pd.DataFrame:
@@ -59,3 +63,17 @@ def test_laws_see_each_method_at_its_best_rate(planted: ModuleType) -> None:
     assert kept.groupby("method")["lr"].unique().map(list).to_dict() == {"baseline": [5e-4], "mhar": [1e-3]}
     one = runs[runs["lr"] == 5e-4]
     assert len(at_best_rate(one)) == len(one)
+
+
+@pytest.mark.parametrize("command", ["speedup", "seeds"])
+def test_commands_compare_options_apart(planted: ModuleType, tmp_path: Path, command: str) -> None:
+    table = tmp_path / "runs.parquet"
+    runs = varied(planted, "heads", (1, 8), only="mhar")
+    runs.assign(curve_hash=runs["run_key"]).to_parquet(table)  # a copy of a run would be left out
+    words = ["compare", command, "--runs", str(table), "--baseline", "baseline", "--json"]
+    assert set(json.loads(CliRunner().invoke(app, words).stdout)) == {"mhar H=1", "mhar H=8"}
+
+
+def test_tables_of_other_tools_stay_as_they_are(planted: ModuleType) -> None:
+    foreign = varied(planted, "heads", (1, 8), only="mhar").drop(columns="variant")
+    assert told_apart(foreign) is foreign
