@@ -32,13 +32,17 @@ class Plan:
         Sublayers whose outputs are summed into one source; 1 makes every output a source.
     group
         Sites that share one read of all older rows; 1 reads them for every site.
+    readers
+        Mixes that each site makes of its sources, with a query each; more than 1 only without groups.
     """
 
     num_sites: int
     block: int
     group: int
+    readers: int = 1
 
     def __post_init__(self) -> None:
+        assert self.readers == 1 or self.group == 1
         if self.num_sites < 1 or self.block < 1 or not 1 <= self.group <= _MAX_GROUP_QUERIES - 1:
             raise KernelError(
                 f"bank with {self.num_sites} sites, blocks of {self.block}, groups of {self.group}: "
@@ -53,6 +57,8 @@ class Plan:
     @property
     def num_slots(self) -> int:
         """Rows of the bank with those for partial results and gradients."""
+        if self.readers > 1:
+            return self.num_rows + self.readers * (self.num_sites if self.block == 1 else self.block)
         return self.num_rows + (self.shift if self.block == 1 else self.block)
 
     @property
@@ -118,7 +124,10 @@ class Plan:
         return site if self.block == 1 else self.num_rows + site - self.block_sites(site).start
 
     def gradient_slot(self, site: int) -> int:
-        """Row that holds G of a site."""
+        """Row that holds G of a site, the first of as many as it has readers."""
+        if self.readers > 1:
+            local = site if self.block == 1 else site - self.block_sites(site).start
+            return self.num_rows + self.readers * local
         return site + self.shift if self.block == 1 else self.num_rows + site - self.block_sites(site).start
 
 
@@ -127,11 +136,13 @@ class Ledger:
     """What has been done to one bank, and the buffers its backward pass needs.
 
     ``written`` counts the sites of the forward pass; the gradients of sites ``frontier`` and above are done.
+    ``lse_moved`` says that a gradient came for a site's log-sum-exp, on which even a query with one source acts.
     """
 
     plan: Plan
     written: int = 0
     frontier: int = dataclasses.field(init=False)
+    lse_moved: bool = False
     delta_STH: Tensor | None = None
     query_gradient_PSD: Tensor | None = None
     coefficient_KMTH: Tensor | None = None
@@ -200,7 +211,10 @@ class Ledger:
                 "run the forward pass again"
             )
         gradient_SD = self.query_gradient_PSD.sum(0)
-        gradient_SD[0] = 0.0  # the first site has one source: its weight is 1 whatever the query, all else is rounding
+        if (
+            not self.lse_moved
+        ):  # the first site has one source: its weight is 1 whatever the query, all else is rounding
+            gradient_SD[: self.plan.readers] = 0.0
         self.query_gradient_PSD = self.delta_STH = self.coefficient_KMTH = self.partial_KTD = self.radial_KTH = None
         return gradient_SD
 
