@@ -132,25 +132,18 @@ class Plan:
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
-class Ledger:
-    """What has been done to one bank, and the buffers its backward pass needs.
+class Order:
+    """How far the two passes over the sites of one bank have come, and the refusal of every other order.
 
     ``written`` counts the sites of the forward pass; the gradients of sites ``frontier`` and above are done.
-    ``lse_moved`` says that a gradient came for a site's log-sum-exp, on which even a query with one source acts.
     """
 
-    plan: Plan
+    num_sites: int
     written: int = 0
     frontier: int = dataclasses.field(init=False)
-    lse_moved: bool = False
-    delta_STH: Tensor | None = None
-    query_gradient_PSD: Tensor | None = None
-    coefficient_KMTH: Tensor | None = None
-    partial_KTD: Tensor | None = None
-    radial_KTH: Tensor | None = None
 
     def __post_init__(self) -> None:
-        self.frontier = self.plan.num_sites
+        self.frontier = self.num_sites
 
     def enter_site(self, site: int) -> bool:
         """Admit the forward pass of a site; say whether it is a recomputation.
@@ -163,7 +156,7 @@ class Ledger:
         if site == self.written:
             self.written += 1
             return False
-        if self.written < self.plan.num_sites:
+        if self.written < self.num_sites:
             raise KernelError(
                 f"source bank: site {site} ran when site {self.written} was next; a bank serves one forward pass of "
                 "one model, sites in order; open a new bank for every forward pass and model"
@@ -184,9 +177,9 @@ class Ledger:
             If it is not the highest site whose gradient is still to come: a second backward pass, ``retain_graph``, or
             a loss that leaves out later sites.
         """
-        if self.written < self.plan.num_sites:
+        if self.written < self.num_sites:
             raise KernelError(
-                f"source bank: backward of site {site} after a forward pass of {self.written} of {self.plan.num_sites} "
+                f"source bank: backward of site {site} after a forward pass of {self.written} of {self.num_sites} "
                 "sites; run all sites before backward"
             )
         if site != self.frontier - 1:
@@ -197,19 +190,44 @@ class Ledger:
             )
         self.frontier = site
 
-    def finish(self) -> Tensor:
-        """Close the backward pass: return the queries' gradient ``(S, D)`` and drop the buffers.
+    def require_end(self) -> None:
+        """Admit the end of the backward pass.
 
         Raises
         ------
         KernelError
             If the gradient of a site is missing.
         """
-        if self.frontier or self.query_gradient_PSD is None:
+        if self.frontier:
             raise KernelError(
-                f"source bank: the queries' gradient was asked for while {self.frontier} sites had none, or twice; "
+                f"source bank: the queries' gradient was asked for while {self.frontier} sites had none; "
                 "run the forward pass again"
             )
+
+
+@dataclasses.dataclass(kw_only=True, slots=True)
+class Ledger(Order):
+    """What has been done to one bank, and the buffers its backward pass needs.
+
+    ``lse_moved`` says that a gradient came for a site's log-sum-exp, on which even a query with one source acts.
+    """
+
+    num_sites: int = dataclasses.field(init=False)
+    plan: Plan
+    lse_moved: bool = False
+    delta_STH: Tensor | None = None
+    query_gradient_PSD: Tensor | None = None
+    coefficient_KMTH: Tensor | None = None
+    partial_KTD: Tensor | None = None
+    radial_KTH: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        self.num_sites = self.frontier = self.plan.num_sites
+
+    def finish(self) -> Tensor:
+        """Close the backward pass: return the queries' gradient ``(S, D)`` and drop the buffers."""
+        self.require_end()
+        assert self.query_gradient_PSD is not None
         gradient_SD = self.query_gradient_PSD.sum(0)
         if (
             not self.lse_moved
