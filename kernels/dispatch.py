@@ -10,13 +10,18 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import os
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from scaling.errors import KernelError, nearest
 from scaling.kernels import reference
+
+if TYPE_CHECKING:
+    from scaling.kernels.hyper import Rule
+    from scaling.kernels.hyper_step import HyperStreams
+    from scaling.kernels.stream_bank import StreamBank
 
 VARIABLE = "ISOLOSS_KERNELS"
 _MODES = ("auto", "triton", "reference")
@@ -25,7 +30,9 @@ OPERATIONS = (
     "routed_norm",  # the sublayer's input norm inside depth routing
     "streams",  # msar
     "hyper",  # hc, mhc
+    "hybrid",  # attnres_mhc
 )
+_NO_KERNEL = {"hybrid": "attention residuals over mHC's streams (attnres_mhc) have no Triton kernel; PyTorch"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,6 +73,8 @@ def choose(operation: str, device: torch.device) -> Choice:
     mode = os.environ.get(VARIABLE, "auto")
     if mode not in _MODES:
         raise KernelError(f"{VARIABLE}={mode!r}: {nearest(mode, _MODES)}; unset it for the default")
+    if operation in _NO_KERNEL:
+        return Choice(operation=operation, runs="reference", reason=_NO_KERNEL[operation])
     if mode == "reference":
         return Choice(operation=operation, runs="reference", reason=f"{VARIABLE}=reference")
     installed = importlib.util.find_spec("triton") is not None
@@ -140,6 +149,37 @@ def open_bank(
     from scaling.kernels.bank import SourceBank
 
     return SourceBank(query_SD, source_BTD, heads=heads, eps=eps, block=block, readers=readers, per_head=per_head)
+
+
+def open_streams(
+    key_SMD: Tensor,
+    kernels: list[Tensor],
+    mixer: tuple[Tensor, Tensor, Tensor] | None,
+    source_BTD: Tensor,
+    document_BT: Tensor | None,
+    *,
+    block: int,
+    scope: Literal["source", "global", "site"],
+    eps: float,
+) -> StreamBank:
+    """Open the multi-stream routing of one forward pass, where :func:`choose` says Triton for ``streams``."""
+    from scaling.kernels.stream_bank import StreamBank
+
+    return StreamBank(key_SMD, kernels, mixer, source_BTD, document_BT, block=block, scope=scope, eps=eps)
+
+
+def open_hyper(embedding_BTD: Tensor, streams: int) -> HyperStreams:
+    """Open the streams of hyper-connections, where :func:`choose` says Triton for ``hyper``."""
+    from scaling.kernels.hyper_step import HyperStreams
+
+    return HyperStreams(embedding_BTD, streams)
+
+
+def hyper_rule(**fields: Any) -> Rule:
+    """A :class:`scaling.kernels.hyper.Rule`."""
+    from scaling.kernels.hyper import Rule
+
+    return Rule(**fields)
 
 
 class ReferenceBank:

@@ -80,8 +80,8 @@ class StreamBank:
         tap_QKD = torch.cat([identity, *kernels], dim=1).float()
         taps = [1] * (num_streams - len(kernels)) + [kernel.shape[1] for kernel in kernels]
         starts = [0] * (num_streams - len(kernels))
-        for kernel in kernels:
-            starts.append(starts[-1] + taps[len(starts) - 1])
+        for width_before in [1, *taps[len(starts) :]][: len(kernels)]:
+            starts.append(starts[-1] + width_before)
         empty = key_SMD.new_empty(0)
         phi, scale, bias = (empty, empty, empty) if mixer is None else mixer
         owned: Scope = scope if kernels else "global"
@@ -337,9 +337,7 @@ def _site(token: Tensor, source: Tensor, bank: Tensor, site: int, block: int) ->
     else:
         # A finished source's logits for all sites to come, in one expansion; a running sum has one reader.
         readers = here if site % block else range(site, ledger.num_sites)
-        score(
-            streams, bank_row=newest, source_row=newest, owner=ledger.owner(newest, site), sites=readers, **common
-        )
+        score(streams, bank_row=newest, source_row=newest, owner=ledger.owner(newest, site), sites=readers, **common)
     scores, lse = ledger.scores(site), ledger.lse_SMT[site]
     torch.logsumexp(scores, 0, out=lse)
     gates = None

@@ -1,8 +1,8 @@
 """Forward kernels of multi-stream routing (msar): sources are expanded into streams on the fly, never in memory.
 
-Stream j of source i is a causal depthwise convolution, ``X_t = sum_tau c_(j,tau) v_(t-tau)``; a program loads its tokens
-once more for every tap, from cache after the first, and never across a document's or sequence's start. Per stream a
-softmax over depth mixes the sources, and a gate of the mixes' joint projection adds the streams:
+Stream j of source i is a causal depthwise convolution, ``X_t = sum_tau c_(j,tau) v_(t-tau)``; a program loads its
+tokens once more for every tap, from cache after the first, and never across a document's or sequence's start. Per
+stream a softmax over depth mixes the sources, and a gate of the mixes' joint projection adds the streams:
 
 - :func:`score` gives one source's logits for the sites that will read it, all streams, as products on tensor cores;
 - :func:`measure` expands all sources of a site, mixes them and projects the mixes on the gate's weights;

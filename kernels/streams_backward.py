@@ -190,9 +190,7 @@ def _settle_kernel(
                 weight = tl.exp(score - lse)
                 along = gate * _field(stat_ptr, pair, 0, num_ranges, range_step, token, mask, num_tokens, FIELDS)
                 if GATED:
-                    along -= kappa * _field(
-                        stat_ptr, pair, 1, num_ranges, range_step, token, mask, num_tokens, FIELDS
-                    )
+                    along -= kappa * _field(stat_ptr, pair, 1, num_ranges, range_step, token, mask, num_tokens, FIELDS)
                     for other in range(0, M):
                         projected = _field(
                             stat_ptr, pair, 3 + other, num_ranges, range_step, token, mask, num_tokens, FIELDS
@@ -212,7 +210,9 @@ def _settle_kernel(
                     tl.store(radial_ptr, coefficient * score * factor / D, mask=mask)
 
 
-@triton.jit(do_not_specialize=["num_sources", "last_row", "first_owner", "first_site", "num_sites", "num_tokens", "span"])
+@triton.jit(
+    do_not_specialize=["num_sources", "last_row", "first_owner", "first_site", "num_sites", "num_tokens", "span"]
+)
 def _spread_kernel(
     bank_ptr,  # (N, T, D)
     gradient_ptr,  # (L, T, D) G of the sites
@@ -362,9 +362,12 @@ def _spread_kernel(
                     if not LAST:
                         own_turned = tl.where(own[:, None], turned, 0.0)
                         phi_gradient = tl.sum(own_turned[:, :, None] * mixed[:, None, :], 0)
-                        phi_out_ptr = phi_gradient_ptr + (
-                            tl.cast(split * num_sites + local, tl.int64) * M + stream
-                        ) * M * D + gate[:, None] * D + column[None, :]
+                        phi_out_ptr = (
+                            phi_gradient_ptr
+                            + (tl.cast(split * num_sites + local, tl.int64) * M + stream) * M * D
+                            + gate[:, None] * D
+                            + column[None, :]
+                        )
                         phi_mask = (gate < M)[:, None] & (column < D)[None, :]
                         if turn > 0:
                             phi_gradient += tl.load(phi_out_ptr, mask=phi_mask, other=0.0)
@@ -372,9 +375,9 @@ def _spread_kernel(
                 else:
                     mix_gradient = gradient / M
                 if not LAST:
-                    key_out_ptr = key_gradient_ptr + (
-                        tl.cast(split * num_sites + local, tl.int64) * M + stream
-                    ) * D + column
+                    key_out_ptr = (
+                        key_gradient_ptr + (tl.cast(split * num_sites + local, tl.int64) * M + stream) * D + column
+                    )
                     if turn > 0:
                         key_gradient += tl.load(key_out_ptr)
                     tl.store(key_out_ptr, key_gradient)
@@ -420,6 +423,12 @@ def _spread_kernel(
                 tl.store(result_ptr + value_place, result, mask=own_mask)
 
 
+def _sides(site: Site, width: int) -> dict[str, int]:
+    """Sides of a tile, with twice the forward pass's warps: these kernels hold twice as many tiles in registers."""
+    sides = tile_sides(site.num_sources, width)
+    return {**sides, "num_warps": min(16, 2 * sides["num_warps"])}
+
+
 def contract(
     streams: Streams,
     site: Site,
@@ -432,7 +441,7 @@ def contract(
     """Return the inner products ``(R, N, M, 3 + M, T)`` of a site's streams, by range of the width."""
     num_streams, num_tokens = streams.num_streams, streams.segment_T.shape[0]
     width = streams.bank_NTD.shape[-1]
-    sides = tile_sides(site.num_sources, width)
+    sides = _sides(site, width)
     ranges = column_ranges(num_tokens, width, sides["COLUMNS"])
     stat = lse_MT.new_empty((ranges, site.num_sources, num_streams, 3 + num_streams, num_tokens))
     _contract_kernel[(triton.cdiv(num_tokens, sides["TOKENS"]), ranges)](
@@ -525,12 +534,12 @@ def spread(
 ) -> tuple[Tensor, Tensor]:
     """Gradients of the newest source alone (``last``, written to ``result``) or of all (added to it, float32).
 
-    Returns the gradients of the sites' keys ``(G, L, M, D)`` and projections ``(G, L, M, M, D)``, unwritten if ``last``.
+    Returns the gradients of the sites' keys ``(G, L, M, D)`` and projections ``(G, L, M, M, D)``; not if ``last``.
     ``later_LTD`` has the running sums that the sites from number ``later_from`` on read besides the sources.
     """
     num_streams, num_tokens = streams.num_streams, streams.segment_T.shape[0]
     width = streams.bank_NTD.shape[-1]
-    sides = tile_sides(site.num_sources, width)
+    sides = _sides(site, width)
     splits = tap_gradient_GQKD.shape[0]
     targets = 1 if last else sides["SOURCES"]
     reach = triton.cdiv(max_taps - 1, TOKENS)

@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from scaling.config.model import ModelConfig, MoEConfig
-from scaling.config.residual import AttnRes, Delta, Mhar, ResidualConfig
+from scaling.config.residual import AttnRes, Delta, Mhar, Msar, ResidualConfig
 from scaling.kernels import dispatch
 from scaling.models.residual.attnres import DepthRouting
 from scaling.models.residual.banked import BankedDelta, BankedGroups, BankedState
+from scaling.models.residual.msar import BankedStreams
 from scaling.models.transformer import Transformer
 
 METHODS: dict[str, tuple[ResidualConfig, type]] = {
@@ -23,6 +24,8 @@ METHODS: dict[str, tuple[ResidualConfig, type]] = {
     "groups-block": (Mhar(heads=2, align="kv_groups", block_sublayers=2), BankedGroups),
     "delta": (Delta(heads=2), BankedDelta),
     "delta-null": (Delta(heads=2, gate="learned", null_source=True), BankedDelta),
+    "msar": (Msar(streams=3, kernels=(2, 3), block_sublayers=2), BankedStreams),
+    "msar-site": (Msar(streams=2, kernels=(2,), num_blocks=2, conv_scope="site", gain="stream"), BankedStreams),
     "delta-block": (Delta(heads=2, null_source=True, block_sublayers=3, block_delta="recursive"), BankedDelta),
 }
 
@@ -76,7 +79,8 @@ def compare(
 def test_gradients_of_a_model(name: str, monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
     """Every way to route over depth: heads, blocks, norms, key/value groups, streams with gates and null sources."""
     residual, state = METHODS[name]
-    compare(residual, state, monkeypatch, device)
+    document_BT = torch.tensor([[0, 0, 1], [0, 0, 0]], device=device) if "msar" in name else None
+    compare(residual, state, monkeypatch, device, document_BT)
 
 
 def test_norms_are_fused_where_it_pays(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
