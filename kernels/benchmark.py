@@ -20,9 +20,10 @@ import triton
 from torch import Tensor
 
 from scaling.errors import KernelError, nearest
-from scaling.kernels.decoder import METHODS, SHAPES, VOCABULARIES, Decoder, Shape
+from scaling.kernels.decoder import SHAPES, VOCABULARIES, Decoder, Shape
 from scaling.kernels.gather import gather, receive
 from scaling.kernels.gather_group import gather_group, query_gradient
+from scaling.kernels.joining import IMPLEMENTATIONS, METHODS
 from scaling.kernels.pull import pull
 from scaling.kernels.pull_group import pull_group
 
@@ -38,28 +39,36 @@ def bench_train(
     shapes: Iterable[str] | None = None,
     vocabularies: Iterable[int] = VOCABULARIES,
     methods: Iterable[str] | None = None,
+    implementations: Iterable[str] = ("kernels",),
     repeats: int = 10,
 ) -> dict[str, Any]:
-    """Time whole steps of every method at every shape and vocabulary.
+    """Time whole steps of every method at every shape and vocabulary, by each implementation that it has here.
 
     Returns
     -------
     dict
-        ``versions`` and ``rows``: one row a (shape, vocabulary, method, pass, launch), with ``ms`` quantiles, ``ratio``
-        of the baseline's median to this one's, ``peak_bytes`` and ``peak_ratio``.
+        ``versions`` and ``rows``: one row a (shape, vocabulary, method, implementation, pass, launch), with ``ms``
+        quantiles, ``ratio`` of the compiled baseline's median to this one's, ``peak_bytes`` and ``peak_ratio``.
     """
     _need_gpu()
     chosen = _pick(tuple(METHODS) if methods is None else tuple(methods), tuple(METHODS), "method")
+    wanted = _pick(tuple(implementations), IMPLEMENTATIONS, "implementation")
     names = [shape.name for shape in SHAPES]
     sizes = [shape for shape in SHAPES if shape.name in _pick(tuple(shapes or names), tuple(names), "shape")]
+    others = [
+        (name, run)
+        for name in chosen
+        for run in METHODS[name].runs
+        if run in wanted and (name, run) != ("baseline", "compiled")
+    ]
     rows: list[dict[str, Any]] = []
     for shape in sizes:
         for vocabulary in vocabularies:
             base: dict[tuple[str, str], dict[str, Any]] = {}
-            for method in ("baseline", *(name for name in chosen if name != "baseline")):
-                for row in _step_rows(shape, vocabulary, method, repeats):
+            for method, implementation in (("baseline", "compiled"), *others):
+                for row in _step_rows(shape, vocabulary, method, implementation, repeats):
                     key = row["pass"], row["launch"]
-                    if method == "baseline":
+                    if (method, implementation) == ("baseline", "compiled"):
                         base[key] = row
                     if "ms" in row and key in base and "ms" in base[key]:
                         row["ratio"] = base[key]["ms"][1] / row["ms"][1]
@@ -67,6 +76,18 @@ def bench_train(
                     rows.append(row)
                     _LOG.info("%s", row)
     return {"versions": _versions(), "rows": rows}
+
+
+def make_decoder(shape: Shape, vocabulary: int, method: str, implementation: str) -> Decoder:
+    """The decoder of one row."""
+    chosen = METHODS[method]
+    return Decoder(
+        shape,
+        vocabulary,
+        joining=chosen.parameters(shape),
+        run=chosen.runs[implementation],
+        compiled=implementation != "eager",
+    )
 
 
 def bench_kernels(*, shapes: Iterable[str] | None = None) -> dict[str, Any]:
@@ -103,15 +124,18 @@ def bench_kernels(*, shapes: Iterable[str] | None = None) -> dict[str, Any]:
     return {"versions": _versions(), "ceiling_bytes_per_s": ceiling, "rows": rows}
 
 
-def _step_rows(shape: Shape, vocabulary: int, method: str, repeats: int) -> Iterator[dict[str, Any]]:
-    """Rows of one method: eager and graph, without and with the optimiser; out of memory is a row that says so."""
-    row = {"shape": shape.name, "vocabulary": vocabulary, "method": method, "dtype": "bfloat16"}
+def _step_rows(
+    shape: Shape, vocabulary: int, method: str, implementation: str, repeats: int
+) -> Iterator[dict[str, Any]]:
+    """Rows of one method: launched and graph, without and with the optimiser; what fails is a row that says so."""
+    row = {"shape": shape.name, "vocabulary": vocabulary, "method": method, "implementation": implementation}
+    row["dtype"] = "bfloat16"
     torch._dynamo.reset()
     torch.cuda.empty_cache()
     torch.manual_seed(0)
     try:
         with torch.device("cuda"):
-            model = Decoder(shape, vocabulary, method=method).bfloat16()
+            model = make_decoder(shape, vocabulary, method, implementation).bfloat16()
             tokens = torch.randint(vocabulary, (shape.batch, shape.time))
         optimiser = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True, capturable=True)
         target = tokens.roll(-1, 1)
@@ -138,6 +162,11 @@ def _step_rows(shape: Shape, vocabulary: int, method: str, repeats: int) -> Iter
             del graph
     except torch.cuda.OutOfMemoryError:
         yield {**row, "pass": "forward+backward", "launch": "eager", "failed": "out of memory"}
+    except Exception as error:
+        if implementation not in ("fla", "liger"):
+            raise
+        # another project's kernel that refuses a shape is a result; ours must not fail
+        yield {**row, "pass": "forward+backward", "launch": "eager", "failed": str(error).split("\n")[0][:200]}
 
 
 def _capture(step: Callable[[], object]) -> torch.cuda.CUDAGraph:

@@ -1,15 +1,15 @@
 """Forward kernel of hyper-connections (hc, mhc): write one sublayer's output into the streams, read for the next.
 
-One launch a sublayer: ``X' = mix X + post f`` is formed, stored and projected in one pass over the width; the projections
-give the coefficients of read, write and mixing (Sinkhorn iterations included) in registers; a second pass over the
-program's own X', from cache, gives ``h = pre X'``. A token's streams are read once and written once.
+One launch a sublayer: ``X' = mix X + post f`` is formed, stored and projected in one pass over the width; the
+projections give the coefficients of read, write and mixing (Sinkhorn iterations included) in registers; a second pass
+over the program's own X', from cache, gives ``h = pre X'``. A token's streams are read once and written once.
 
 The coefficients are functions of ``l = scale * act(projected) + bias``, K = M^2 + 2M numbers a token:
 
 - ``mhc``: projections of all streams together through one RMSNorm; ``pre = sigmoid(l)``, ``post = c sigmoid(l)``,
   ``mix = Sinkhorn(exp(l))``, in this order (arXiv 2512.24880, equations 5-9);
-- ``hc``: projections of each stream through its own norm, ``l`` itself, for each stream its part of the read, its row of
-  the mixing and its write weight (arXiv 2409.19606); static where nothing is projected;
+- ``hc``: projections of each stream through its own norm, ``l`` itself, for each stream its part of the read, its row
+  of the mixing and its write weight (arXiv 2409.19606); static where nothing is projected;
 - ``read``: ``pre = sigmoid(l)`` alone, M numbers; ``sum``: ``pre = 1``: what the head reads.
 
 :mod:`scaling.kernels.hyper_backward` has the gradients, :mod:`scaling.kernels.hyper_step` the operator.
@@ -227,9 +227,7 @@ def _step_kernel(
         for start in tl.range(0, D, COLUMNS, num_stages=STAGES):
             column = start + tl.arange(0, COLUMNS)
             if WRITE:
-                update = tl.load(
-                    update_ptr + token[:, None] * D + column[None, :], mask=token_mask[:, None], other=0.0
-                )
+                update = tl.load(update_ptr + token[:, None] * D + column[None, :], mask=token_mask[:, None], other=0.0)
                 x = post[:, :, None] * update.to(tl.float32)[:, None, :]
                 for other in tl.static_range(M):
                     value = tl.load(
@@ -295,9 +293,7 @@ def _step_kernel(
     base = token[:, None] * K
     index = stream[None, :] + tl.zeros([TOKENS, MP], tl.int32)
     if KIND == _HC:
-        pre = logits(
-            projected_ptr, scale_ptr, bias_ptr, base + index * F, index * F, pair_mask, PROJECT, TANH
-        )
+        pre = logits(projected_ptr, scale_ptr, bias_ptr, base + index * F, index * F, pair_mask, PROJECT, TANH)
         last = index * F + M + 1
         new_post = logits(projected_ptr, scale_ptr, bias_ptr, base + last, last, pair_mask, PROJECT, TANH)
         tl.store(new_post_ptr + place, new_post, mask=pair_mask)
@@ -306,18 +302,14 @@ def _step_kernel(
         new_mix = logits(projected_ptr, scale_ptr, bias_ptr, base[:, :, None] + entry, entry, valid, PROJECT, TANH)
         tl.store(new_mix_ptr + square, new_mix, mask=valid)
     elif KIND != _SUM:
-        pre = tl.sigmoid(
-            logits(projected_ptr, scale_ptr, bias_ptr, base + index, index, pair_mask, PROJECT, False)
-        )
+        pre = tl.sigmoid(logits(projected_ptr, scale_ptr, bias_ptr, base + index, index, pair_mask, PROJECT, False))
         if KIND == _MHC:
             new_post = tl.sigmoid(
                 logits(projected_ptr, scale_ptr, bias_ptr, base + M + index, M + index, pair_mask, PROJECT, False)
             )
             tl.store(new_post_ptr + place, post_scale * new_post, mask=pair_mask)
             entry = 2 * M + row * M + other + tl.zeros([TOKENS, MP, MP], tl.int32)
-            value = logits(
-                projected_ptr, scale_ptr, bias_ptr, base[:, :, None] + entry, entry, valid, PROJECT, False
-            )
+            value = logits(projected_ptr, scale_ptr, bias_ptr, base[:, :, None] + entry, entry, valid, PROJECT, False)
             step_stride = num_tokens.to(tl.int64) * M
             new_mix = sinkhorn(
                 sinkhorn_start(value, valid, SOFTMAX_START), sum_ptr + place, pair_mask, valid, step_stride,
@@ -392,4 +384,4 @@ def step(
 def tile_sides(streams: int, width: int) -> dict[str, int]:
     """Tokens and columns of a program's tile, and warps."""
     columns = 64 if streams <= 4 and width % 64 == 0 else 32 if streams <= 4 and width % 32 == 0 else 16
-    return {"TOKENS": 16, "COLUMNS": columns, "num_warps": 4 if streams <= 4 else 8}
+    return {"TOKENS": 16, "COLUMNS": columns, "num_warps": 8}

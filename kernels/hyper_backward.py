@@ -125,9 +125,7 @@ def _step_gradient_kernel(
             mix_gradient = tl.load(new_mix_gradient_ptr + place[:, :, None] * M + other, mask=valid, other=0.0)
             tl.store(logit_gradient_ptr + base[:, :, None] + entry, mix_gradient, mask=valid)
         else:
-            pre = tl.sigmoid(
-                logits(projected_ptr, scale_ptr, bias_ptr, base + index, index, pair_mask, PROJECT, False)
-            )
+            pre = tl.sigmoid(logits(projected_ptr, scale_ptr, bias_ptr, base + index, index, pair_mask, PROJECT, False))
             tl.store(logit_gradient_ptr + base + index, pre_gradient * pre * (1.0 - pre), mask=pair_mask)
         if KIND == _MHC:
             post = tl.sigmoid(
@@ -199,19 +197,19 @@ def _step_gradient_kernel(
             along = (tl.sum(outer * projected, 1) / (M * D) * factor)[:, None, None]
             factor = factor[:, None, None]
     if WRITE:
-        post = tl.load(post_ptr + place, mask=pair_mask, other=0.0)
-        post_gradient = tl.zeros([TOKENS, MP], tl.float32)
-        mix_gradient = tl.zeros([TOKENS, MP, MP], tl.float32)
+        given = tl.load(post_ptr + place, mask=pair_mask, other=0.0)
+        given_gradient = tl.zeros([TOKENS, MP], tl.float32)
+        share_gradient = tl.zeros([TOKENS, MP, MP], tl.float32)
     kind: tl.constexpr = stream_gradient_ptr.dtype.element_ty
     for start in tl.range(0, D, COLUMNS, num_stages=STAGES):
         column = start + tl.arange(0, COLUMNS)
-        where = place[:, :, None] * D + column[None, None, :]
-        read_place = token[:, None] * D + column[None, :]
-        gradient = tl.load(out_gradient_ptr + where, mask=mask, other=0.0).to(tl.float32)
-        read_gradient = tl.load(read_gradient_ptr + read_place, mask=token_mask[:, None], other=0.0).to(tl.float32)
-        gradient += pre[:, :, None] * read_gradient[:, None, :]
+        spot = place[:, :, None] * D + column[None, None, :]
+        flat_spot = token[:, None] * D + column[None, :]
+        total = tl.load(out_gradient_ptr + spot, mask=mask, other=0.0).to(tl.float32)
+        read_gradient = tl.load(read_gradient_ptr + flat_spot, mask=token_mask[:, None], other=0.0).to(tl.float32)
+        total += pre[:, :, None] * read_gradient[:, None, :]
         if PROJECT:
-            x = tl.load(out_ptr + where, mask=mask, other=0.0).to(tl.float32)
+            kept = tl.load(out_ptr + spot, mask=mask, other=0.0).to(tl.float32)
             if KIND == _HC:
                 phi_row = column
                 phi_mask = (field < F)[:, None] & (column < D)[None, :]
@@ -225,35 +223,35 @@ def _step_gradient_kernel(
                 back = tl.reshape(back, [TOKENS, MP, COLUMNS])
                 if CENTRED:
                     back -= level
-                    x -= mean
+                    kept -= mean
             else:
                 back = dot_split(outer, phi, tl.zeros([TOKENS, MP * COLUMNS], tl.float32), EXACT)
                 back = tl.reshape(back, [TOKENS, MP, COLUMNS])
-            gradient += factor * (back - x * along)
+            total += factor * (back - kept * along)
         if WRITE:
-            gradient = tl.where(mask, gradient, 0.0)
-            update = tl.load(update_ptr + read_place, mask=token_mask[:, None], other=0.0).to(tl.float32)
-            post_gradient += tl.sum(gradient * update[:, None, :], 2)
+            total = tl.where(mask, total, 0.0)
+            update = tl.load(update_ptr + flat_spot, mask=token_mask[:, None], other=0.0).to(tl.float32)
+            given_gradient += tl.sum(total * update[:, None, :], 2)
             tl.store(
-                update_gradient_ptr + read_place,
-                narrow(tl.sum(gradient * post[:, :, None], 1), update_gradient_ptr.dtype.element_ty),
+                update_gradient_ptr + flat_spot,
+                narrow(tl.sum(total * given[:, :, None], 1), update_gradient_ptr.dtype.element_ty),
                 mask=token_mask[:, None],
             )  # fmt: skip
             for source in tl.static_range(M):
-                share = tl.load(mix_ptr + place * M + source, mask=pair_mask, other=0.0)
+                portion = tl.load(mix_ptr + place * M + source, mask=pair_mask, other=0.0)
                 source_place = (token * M + source)[:, None] * D + column[None, :]
-                value = tl.load(stream_ptr + source_place, mask=token_mask[:, None], other=0.0).to(tl.float32)
-                product = tl.sum(gradient * value[:, None, :], 2)
-                mix_gradient += tl.where(other == source, product[:, :, None], 0.0)
+                held = tl.load(stream_ptr + source_place, mask=token_mask[:, None], other=0.0).to(tl.float32)
+                product = tl.sum(total * held[:, None, :], 2)
+                share_gradient += tl.where(other == source, product[:, :, None], 0.0)
                 tl.store(
-                    stream_gradient_ptr + source_place, narrow(tl.sum(gradient * share[:, :, None], 1), kind),
+                    stream_gradient_ptr + source_place, narrow(tl.sum(total * portion[:, :, None], 1), kind),
                     mask=token_mask[:, None],
                 )  # fmt: skip
         else:
-            tl.store(stream_gradient_ptr + where, narrow(gradient, kind), mask=mask)
+            tl.store(stream_gradient_ptr + spot, narrow(total, kind), mask=mask)
     if WRITE:
-        tl.store(post_gradient_ptr + place, post_gradient, mask=pair_mask)
-        tl.store(mix_gradient_ptr + place[:, :, None] * M + other, mix_gradient, mask=valid)
+        tl.store(post_gradient_ptr + place, given_gradient, mask=pair_mask)
+        tl.store(mix_gradient_ptr + place[:, :, None] * M + other, share_gradient, mask=valid)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "span"])

@@ -283,9 +283,7 @@ def _step_backward_formula(
             shift_grad = -(scaled * factor[1].unsqueeze(-1)).sum((0, 1))
         exact = (stream if update is None else update).dtype == torch.float32
         source = stream if update is None else out
-        phi_grad = torch.ops.isoloss.hyper_phi_gradient(
-            source, scaled.flatten(1), phi, exact, ctx.numbers, ctx.reals
-        )
+        phi_grad = torch.ops.isoloss.hyper_phi_gradient(source, scaled.flatten(1), phi, exact, ctx.numbers, ctx.reals)
     if update is None:
         update_gradient = old_post_gradient = old_mix_gradient = None
     return (

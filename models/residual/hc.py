@@ -144,10 +144,11 @@ class HyperConnections(Residual):
         """What the streams add to (a | A), (B, T, N, 1 + N), and to b, (B, T, N)."""
         x_BTND, width = widen(streams_BTND), streams_BTND.shape[-1:]
         if self.norm_gain_SD is not None and self.norm_bias_SD is not None:
-            normed = F.layer_norm(x_BTND, width, self.norm_gain_SD[site], self.norm_bias_SD[site], self.eps)
+            gain_D, bias_D = widen(self.norm_gain_SD[site]), widen(self.norm_bias_SD[site])
+            normed = F.layer_norm(x_BTND, width, gain_D, bias_D, self.eps)
         else:
             normed = F.rms_norm(x_BTND, width, None, self.eps)
-        projected = torch.matmul(normed, self.project_SDM[site])  # (B, T, N, N + 2)
+        projected = torch.matmul(normed, widen(self.project_SDM[site]))  # (B, T, N, N + 2)
         projected = torch.tanh(projected) if self.tanh else projected
         gates = self.gate_S2[site]
         return gates[0] * projected[..., :-1], gates[1] * projected[..., -1]

@@ -8,10 +8,12 @@ import pytest
 import torch
 
 from scaling.config.model import ModelConfig, MoEConfig
-from scaling.config.residual import AttnRes, Delta, Mhar, Msar, ResidualConfig
+from scaling.config.residual import AttnRes, Delta, HyperConnections, Mhar, Mhc, Msar, ResidualConfig
 from scaling.kernels import dispatch
 from scaling.models.residual.attnres import DepthRouting
 from scaling.models.residual.banked import BankedDelta, BankedGroups, BankedState
+from scaling.models.residual.hc import FusedHyperState
+from scaling.models.residual.mhc import FusedMhcState
 from scaling.models.residual.msar import BankedStreams
 from scaling.models.transformer import Transformer
 
@@ -26,6 +28,8 @@ METHODS: dict[str, tuple[ResidualConfig, type]] = {
     "delta-null": (Delta(heads=2, gate="learned", null_source=True), BankedDelta),
     "msar": (Msar(streams=3, kernels=(2, 3), block_sublayers=2), BankedStreams),
     "msar-site": (Msar(streams=2, kernels=(2,), num_blocks=2, conv_scope="site", gain="stream"), BankedStreams),
+    "hc": (HyperConnections(streams=2), FusedHyperState),
+    "mhc": (Mhc(streams=2, sinkhorn_iterations=3), FusedMhcState),
     "delta-block": (Delta(heads=2, null_source=True, block_sublayers=3, block_delta="recursive"), BankedDelta),
 }
 
