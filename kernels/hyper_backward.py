@@ -1,14 +1,14 @@
-"""Backward kernels of hyper-connections (hc, mhc): one launch for tokens, one for the projections' weights.
+"""Backward kernel of hyper-connections (hc, mhc): one launch for all that belongs to tokens.
 
 :func:`step_gradients` takes the gradients of a step's results (:mod:`scaling.kernels.hyper`). A first pass over the
 width forms ``<dh, X'_i>``; the coefficients' gradients follow in registers, Sinkhorn iterations recomputed and then
 undone step by step; a second pass forms the gradient of X' and from it those of X, f, post and mix.
-:func:`phi_gradient` is the product over tokens, summed in a fixed order.
+:mod:`scaling.kernels.hyper_phi` has the projections' weights.
 
 With M' = M / s, s the sums along an axis: dM = (dM' - sum_axis(dM' M')) / s. With x^ = (x - mu) rho and projections
 p = <x^, phi>: dx = rho (sum_c dp_c phi_c - mean - x^ sum_c dp_c p_c / D), where mean is 0 without centring.
 
-Shape legend: as in :mod:`scaling.kernels.hyper`; P splits of the tokens.
+Shape legend: as in :mod:`scaling.kernels.hyper`.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ import triton.language as tl
 from torch import Tensor
 
 from scaling.kernels.hyper import (
-    _HC,
-    _MHC,
-    _SOFTMAX_EPS,
-    _SUM,
+    HC,
+    MHC,
+    SOFTMAX_EPS,
+    SUM,
     Rule,
     activate,
     dot_split,
@@ -107,7 +107,7 @@ def _step_gradient_kernel(
     index = stream[None, :] + tl.zeros([TOKENS, MP], tl.int32)
     cube = tl.zeros([TOKENS, MP, MP], tl.int32)
     pre = tl.full([TOKENS, MP], 1.0, tl.float32)
-    if KIND != _SUM:
+    if KIND != SUM:
         pre_gradient = tl.zeros([TOKENS, MP], tl.float32)
         for start in tl.range(0, D, COLUMNS, num_stages=STAGES):
             column = start + tl.arange(0, COLUMNS)
@@ -116,7 +116,7 @@ def _step_gradient_kernel(
             read_place = token[:, None] * D + column[None, :]
             gradient = tl.load(read_gradient_ptr + read_place, mask=token_mask[:, None], other=0.0).to(tl.float32)
             pre_gradient += tl.sum(x * gradient[:, None, :], 2)
-        if KIND == _HC:
+        if KIND == HC:
             pre = logits(projected_ptr, scale_ptr, bias_ptr, base + index * F, index * F, pair_mask, PROJECT, TANH)
             tl.store(logit_gradient_ptr + base + index * F, pre_gradient, mask=pair_mask)
             post_gradient = tl.load(new_post_gradient_ptr + place, mask=pair_mask, other=0.0)
@@ -127,7 +127,7 @@ def _step_gradient_kernel(
         else:
             pre = tl.sigmoid(logits(projected_ptr, scale_ptr, bias_ptr, base + index, index, pair_mask, PROJECT, False))
             tl.store(logit_gradient_ptr + base + index, pre_gradient * pre * (1.0 - pre), mask=pair_mask)
-        if KIND == _MHC:
+        if KIND == MHC:
             post = tl.sigmoid(
                 logits(projected_ptr, scale_ptr, bias_ptr, base + M + index, M + index, pair_mask, PROJECT, False)
             )
@@ -155,7 +155,7 @@ def _step_gradient_kernel(
                 last_ptr -= step_stride
             if SOFTMAX_START:
                 matrix, gradient = _denormalise(matrix, gradient, last_ptr, pair_mask, valid, False)
-                share = tl.where(valid, begun - _SOFTMAX_EPS, 0.0)
+                share = tl.where(valid, begun - SOFTMAX_EPS, 0.0)
                 gradient = share * (gradient - tl.sum(gradient * share, 2)[:, :, None])
             else:
                 gradient *= begun
@@ -163,7 +163,7 @@ def _step_gradient_kernel(
         tl.debug_barrier()  # gradients of l are read back in another layout
     if PROJECT:
         # Gradients dp of the projections, what they take along the norm's direction, and the weights' shift.
-        if KIND == _HC:
+        if KIND == HC:
             flat = tl.arange(0, TOKENS * MP)
             flat_token = tl.program_id(0).to(tl.int64) * TOKENS + flat // MP
             norm_mask = (flat % MP < M) & (flat_token < num_tokens)
@@ -183,7 +183,7 @@ def _step_gradient_kernel(
             active = activate(projected, TANH)
             outer *= 1.0 - active * active
         factor = tl.load(factor_ptr + norm, mask=norm_mask, other=0.0)
-        if KIND == _HC:
+        if KIND == HC:
             offset = tl.load(offset_ptr + field, mask=field < F, other=0.0)
             along = tl.sum(outer * (projected - offset[None, :]), 1) / D
             shift = tl.load(shift_ptr + field, mask=field < F, other=0.0)
@@ -210,7 +210,7 @@ def _step_gradient_kernel(
         total += pre[:, :, None] * read_gradient[:, None, :]
         if PROJECT:
             kept = tl.load(out_ptr + spot, mask=mask, other=0.0).to(tl.float32)
-            if KIND == _HC:
+            if KIND == HC:
                 phi_row = column
                 phi_mask = (field < F)[:, None] & (column < D)[None, :]
             else:
@@ -218,7 +218,7 @@ def _step_gradient_kernel(
                 phi_row = side // COLUMNS * D + start + side % COLUMNS
                 phi_mask = (field < F)[:, None] & (side // COLUMNS < M)[None, :]
             phi = tl.load(phi_ptr + phi_row[None, :] * F + field[:, None], mask=phi_mask, other=0.0)
-            if KIND == _HC:
+            if KIND == HC:
                 back = dot_split(outer, phi, tl.zeros([TOKENS * MP, COLUMNS], tl.float32), EXACT)
                 back = tl.reshape(back, [TOKENS, MP, COLUMNS])
                 if CENTRED:
@@ -252,58 +252,6 @@ def _step_gradient_kernel(
     if WRITE:
         tl.store(post_gradient_ptr + place, given_gradient, mask=pair_mask)
         tl.store(mix_gradient_ptr + place[:, :, None] * M + other, share_gradient, mask=valid)
-
-
-@triton.jit(do_not_specialize=["num_tokens", "span"])
-def _phi_gradient_kernel(
-    out_ptr,  # (T, M, D) X'
-    outer_ptr,  # (T, K) rho dp
-    result_ptr,  # (P, M * D, K), or (P, D, F) for hc
-    num_tokens,
-    span,
-    PER_STREAM: tl.constexpr,
-    M: tl.constexpr,
-    K: tl.constexpr,
-    F: tl.constexpr,
-    FP: tl.constexpr,
-    D: tl.constexpr,
-    PAIRS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    STAGES: tl.constexpr,
-    EXACT: tl.constexpr,
-):
-    split = tl.program_id(0)
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    field = tl.arange(0, FP)
-    result = tl.zeros([COLUMNS, FP], tl.float32)
-    first_token = split * span
-    tokens = tl.minimum(first_token + span, num_tokens) - first_token
-    if PER_STREAM:  # pairs of token and stream share the weights
-        count = tokens * M
-        first = tl.cast(first_token, tl.int64) * M
-        value_step: tl.constexpr = D
-        outer_step: tl.constexpr = F
-        value_row_ptr = out_ptr + column
-    else:
-        count = tokens
-        first = tl.cast(first_token, tl.int64)
-        value_step: tl.constexpr = M * D
-        outer_step: tl.constexpr = K
-        value_row_ptr = out_ptr + tl.program_id(2) * D + column
-    for start in tl.range(0, count, PAIRS, num_stages=STAGES):
-        pair = start + tl.arange(0, PAIRS)
-        mask = pair < count
-        value = tl.load(value_row_ptr[:, None] + (first + pair)[None, :] * value_step, mask=mask[None, :], other=0.0)
-        outer = tl.load(
-            outer_ptr + (first + pair)[:, None] * outer_step + field[None, :],
-            mask=mask[:, None] & (field < F)[None, :], other=0.0,
-        )  # fmt: skip
-        result = dot_split(value.to(tl.float32), outer, result, EXACT)
-    if PER_STREAM:
-        row = split.to(tl.int64) * D + column
-    else:
-        row = (split.to(tl.int64) * M + tl.program_id(2)) * D + column
-    tl.store(result_ptr + row[:, None] * F + field[None, :], result, mask=(field < F)[None, :] & (column < D)[:, None])
 
 
 def step_gradients(
@@ -368,34 +316,3 @@ def step_gradients(
         **rule.constants(streams),
         **{**sides, "num_warps": 8},
     )
-
-
-def phi_gradient(rule: Rule, *, out_TMD: Tensor, outer_TK: Tensor, fields: int, exact: bool) -> Tensor:
-    """Return ``sum over tokens of X' (rho dp)``, in the shape of the projections' weights."""
-    num_tokens, streams, width = out_TMD.shape
-    per_stream = rule.kind == "hc"
-    columns = 64 if width % 64 == 0 else 16
-    blocks = width // columns * (1 if per_stream else streams)
-    splits = max(1, min(528 // blocks, triton.cdiv(num_tokens, 256)))
-    splits = triton.cdiv(num_tokens, triton.cdiv(num_tokens, splits))
-    rows = width if per_stream else streams * width
-    partial = outer_TK.new_empty((splits, rows, fields))
-    _phi_gradient_kernel[(splits, width // columns, 1 if per_stream else streams)](
-        out_TMD,
-        outer_TK,
-        partial,
-        num_tokens,
-        triton.cdiv(num_tokens, splits),
-        PER_STREAM=per_stream,
-        M=streams,
-        K=outer_TK.shape[1],
-        F=fields,
-        FP=max(16, triton.next_power_of_2(fields)),
-        D=width,
-        PAIRS=64,
-        COLUMNS=columns,
-        STAGES=2,
-        EXACT=exact,
-        num_warps=4,
-    )
-    return partial.sum(0)

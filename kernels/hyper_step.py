@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 
 from scaling.errors import KernelError
-from scaling.kernels.hyper import KINDS, Rule, step
-from scaling.kernels.hyper_backward import phi_gradient, step_gradients
+from scaling.kernels.hyper import KINDS, Rule
+from scaling.kernels.hyper_backward import step_gradients
+from scaling.kernels.hyper_forward import step
+from scaling.kernels.hyper_phi import phi_gradient
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _MAX_STREAMS = 8  # beyond, a token's tile no longer fits the registers
@@ -85,6 +87,7 @@ class HyperStreams:
         if phi is not None and shift_F is None:
             weights[1] = weights[2] = empty.new_zeros(phi.shape[-1])
         update_TD = None if update_BTD is None else update_BTD.flatten(0, -2)
+        read_TD: Tensor
         out_TMD, read_TD, self._post_TM, self._mix_TMM, _, _ = torch.ops.isoloss.hyper_step(
             self._stream_TMD, update_TD, self._post_TM, self._mix_TMM, *weights, *_encode(rule)
         )
@@ -158,14 +161,14 @@ def _step_fake(
     tokens, streams, width = stream.shape
     mixes = rule.kind in ("mhc", "hc")
     projects = rule.projects and rule.kind != "sum"
-    wide = {"dtype": torch.float32}
+    wide = torch.float32
     return (
         stream.new_empty((0,) if update is None else stream.shape),
         stream.new_empty((tokens, width)),
-        stream.new_empty((tokens, streams) if mixes else (0,), **wide),
-        stream.new_empty((tokens, streams, streams) if mixes else (0,), **wide),
-        stream.new_empty((tokens, rule.coefficients(streams)) if projects else (0,), **wide),
-        stream.new_empty((2, tokens, rule.factors(streams)) if projects else (0,), **wide),
+        stream.new_empty((tokens, streams) if mixes else (0,), dtype=wide),
+        stream.new_empty((tokens, streams, streams) if mixes else (0,), dtype=wide),
+        stream.new_empty((tokens, rule.coefficients(streams)) if projects else (0,), dtype=wide),
+        stream.new_empty((2, tokens, rule.factors(streams)) if projects else (0,), dtype=wide),
     )
 
 

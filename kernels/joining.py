@@ -69,7 +69,7 @@ def _routes(shape: Shape) -> dict[str, Tensor]:
 
 
 def _query(model: Decoder) -> Tensor:
-    return model.joining["query"].float() * model.joining["key_gain"].float()
+    return cast(Tensor, model.joining["query"].float() * model.joining["key_gain"].float())
 
 
 def _baseline(model: Decoder, embedding: Tensor, inputs: Inputs) -> Tensor:
@@ -332,13 +332,14 @@ def mhc_weights(x_BTMD: Tensor, phi: Tensor, scale_3: Tensor, bias: Tensor) -> t
 
 def read_streams(x_BTMD: Tensor, read_BTM: Tensor) -> Tensor:
     """What a sublayer reads."""
-    return hyper_read(x_BTMD.flatten(0, 1), read_BTM.flatten(0, 1)).unflatten(0, x_BTMD.shape[:2])
+    read = hyper_read(x_BTMD.flatten(0, 1), read_BTM.flatten(0, 1))
+    return read.view(*x_BTMD.shape[:2], -1)
 
 
 def write_streams(x_BTMD: Tensor, mix: Tensor, write: Tensor, update: Tensor) -> Tensor:
     """The streams after a sublayer."""
     parts = (tensor.flatten(0, 1) for tensor in (x_BTMD, mix, write, update))
-    return hyper_write(*parts).unflatten(0, x_BTMD.shape[:2])
+    return hyper_write(*parts).view(x_BTMD.shape)
 
 
 def _hyper_plain(model: Decoder, embedding: Tensor, inputs: Inputs, *, kind: str) -> Tensor:

@@ -10,20 +10,25 @@ Shape legend: as in :mod:`scaling.kernels.streams`.
 
 from __future__ import annotations
 
-import dataclasses
-import functools
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from scaling.errors import KernelError
-from scaling.kernels.schedule import Order
-from scaling.kernels.streams import Site, Streams, blend, gate, measure, score, segments, tile_sides
-from scaling.kernels.streams_backward import contract, num_splits, settle, spread
+from scaling.kernels.stream_ledger import (
+    Scope,
+    StreamLedger,
+    newest_row,
+    numbers_on,
+    settle_site,
+    spread_finished,
+    spread_newest,
+)
+from scaling.kernels.stream_mix import blend, gate, measure
+from scaling.kernels.streams import score, segments, tile_sides
 
-Scope = Literal["source", "global", "site"]
 _SCOPES: tuple[Scope, ...] = ("source", "global", "site")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -97,98 +102,15 @@ class StreamBank:
     def site(self, site: int, source_BTD: Tensor) -> Tensor:
         """Hand in the newest source of a site and return what the site reads, in the source's shape."""
         source_TD = source_BTD.flatten(0, -2).to(self._bank.dtype)
+        output_TD: Tensor
         self._token, output_TD = torch.ops.isoloss.stream_site(self._token, source_TD, self._bank, site, self._block)
         return output_TD.view(source_BTD.shape)
 
 
-@dataclasses.dataclass(kw_only=True, slots=True)
-class _Ledger(Order):
-    """One bank's order and storage."""
-
-    tap_QKD: Tensor
-    segment_T: Tensor
-    table_2M: Tensor
-    eps: float
-    block: int
-    scope: Scope
-    max_taps: int
-    key_SMD: Tensor
-    phi_SVM: Tensor | None
-    scale_S: Tensor
-    bias_SM: Tensor
-    base_S: Tensor
-    bases: list[int]
-    score_PMT: Tensor
-    lse_SMT: Tensor
-    kept: Tensor  # (S, M + 1, T) projections and RMS factors of the mixes
-    scalar_LWT: Tensor | None = None
-    source_gradient_NTD: Tensor | None = None
-    tap_gradient_GQKD: Tensor | None = None
-    key_gradient_SMD: Tensor | None = None
-    phi_gradient_SVM: Tensor | None = None
-    scale_gradient_S: Tensor | None = None
-    bias_gradient_SM: Tensor | None = None
-
-    @property
-    def num_rows(self) -> int:
-        """Bank rows that hold sources; behind them a block's rows for G and for running sums each."""
-        return newest_row(self.num_sites - 1, self.block) + 1
-
-    def streams(self, bank: Tensor) -> Streams:
-        """What the kernels need in every call; the ledger must not hold the bank, whose life bounds its own."""
-        return Streams(
-            bank_NTD=bank, tap_QKD=self.tap_QKD, segment_T=self.segment_T, table_2M=self.table_2M, eps=self.eps
-        )
-
-    def reads(self, site: int, *, last_row: int | None = None) -> Site:
-        """What a site reads."""
-        newest = newest_row(site, self.block)
-        return self.rows(newest + 1, site, last_row=newest if last_row is None else last_row)
-
-    def rows(self, num_sources: int, site: int, *, last_row: int) -> Site:
-        """The first sources, with their kernels at a site."""
-        first_owner = site if self.scope == "site" else 0
-        step = 1 if self.scope == "source" else 0
-        return Site(num_sources=num_sources, last_row=last_row, first_owner=first_owner, owner_step=step)
-
-    def owner(self, row: int, site: int) -> int:
-        """Whose kernels expand a source at a site."""
-        return {"source": row, "global": 0, "site": site}[self.scope]
-
-    def scores(self, site: int) -> Tensor:
-        """Logits of a site's sources ``(N, M, T)``."""
-        return self.score_PMT[self.bases[site] : self.bases[site + 1]]
-
-    def open_backward(self) -> None:
-        """Make the buffers of the backward pass."""
-        tap = self.tap_QKD
-        num_tokens, width = len(self.segment_T), tap.shape[-1]
-        num_streams = self.table_2M.shape[1]
-        scalars = 2 * num_streams + 1 + 2 * self.num_rows * num_streams
-        self.scalar_LWT = tap.new_empty((self.block, scalars, num_tokens))
-        self.source_gradient_NTD = tap.new_zeros((self.num_rows, num_tokens, width))
-        self.tap_gradient_GQKD = tap.new_zeros((num_splits(num_tokens, width), *tap.shape))
-        self.key_gradient_SMD = torch.empty_like(self.key_SMD)
-        self.phi_gradient_SVM = None if self.phi_SVM is None else torch.empty_like(self.phi_SVM)
-        self.scale_gradient_S = torch.empty_like(self.scale_S)
-        self.bias_gradient_SM = torch.empty_like(self.bias_SM)
+_ledgers: dict[tuple[torch.device, int], tuple[StorageWeakRef, StreamLedger]] = {}
 
 
-@functools.lru_cache(maxsize=64)
-def _numbers(device: torch.device, values: tuple[int, ...]) -> Tensor:
-    """Integers on a device; kept, because a CUDA graph cannot copy them there."""
-    return torch.tensor(values, dtype=torch.int32).to(device)
-
-
-def newest_row(site: int, block: int) -> int:
-    """Number of the source that is newest at a site."""
-    return -(-site // block)
-
-
-_ledgers: dict[tuple[torch.device, int], tuple[StorageWeakRef, _Ledger]] = {}
-
-
-def _ledger(bank: Tensor) -> _Ledger:
+def _ledger(bank: Tensor) -> StreamLedger:
     entry = _ledgers.get((bank.device, bank.data_ptr()))
     if entry is None or entry[0].expired():
         raise KernelError("streams: unknown bank; open it with StreamBank in the same process before routing")
@@ -218,11 +140,11 @@ def _open(
     bases = [0]
     for site in range(num_sites):
         bases.append(bases[-1] + newest_row(site, block) + 1)
-    numbers = _numbers(source.device, (*starts, *taps, *bases))
+    numbers = numbers_on(source.device, (*starts, *taps, *bases))
     gated = bool(phi.numel())
     for stale in [key for key, (storage, _) in _ledgers.items() if storage.expired()]:
         del _ledgers[stale]
-    ledger = _Ledger(
+    ledger = StreamLedger(
         num_sites=num_sites,
         tap_QKD=tap,
         segment_T=segments(document, batch, time, source.device),
@@ -376,14 +298,14 @@ def _site_backward(
     if source is not None:
         bank.data[later] = source
     reads = ledger.reads(site, last_row=None if source is None else later)
-    _settle_site(ledger, bank, site, reads)
+    settle_site(ledger, bank, site, reads)
     result = torch.empty_like(bank[0])
     if source is not None:
-        _spread(ledger, bank, range(site, site + 1), reads, result, last=True)
+        spread_newest(ledger, bank, site, reads, result)
     if ledger.scope == "site":
-        _spread_finished(ledger, bank, range(site, site + 1))
+        spread_finished(ledger, bank, range(site, site + 1))
     elif not local:
-        _spread_finished(ledger, bank, range(site, min(site + ledger.block, ledger.num_sites)))
+        spread_finished(ledger, bank, range(site, min(site + ledger.block, ledger.num_sites)))
     if source is None:
         assert ledger.source_gradient_NTD is not None
         result.copy_(ledger.source_gradient_NTD[newest_row(site, ledger.block)])
@@ -409,76 +331,3 @@ def _site_backward_formula(ctx: Any, token_gradient: Tensor, incoming: Tensor) -
 
 
 _site.register_autograd(_site_backward_formula, setup_context=_site_setup)
-
-
-def _settle_site(ledger: _Ledger, bank: Tensor, site: int, reads: Site) -> None:
-    """The scalars of a site's backward pass, and the gradients of its gates' scale and bias."""
-    assert ledger.scalar_LWT is not None and ledger.scale_gradient_S is not None
-    assert ledger.bias_gradient_SM is not None
-    local, width = site % ledger.block, bank.shape[-1]
-    scores, lse = ledger.scores(site), ledger.lse_SMT[site]
-    gated = ledger.phi_SVM is not None
-    stat = contract(
-        ledger.streams(bank),
-        reads,
-        gradient_TD=bank[ledger.num_rows + local],
-        phi_VM=None if ledger.phi_SVM is None else ledger.phi_SVM[site],
-        score_NMT=scores,
-        lse_MT=lse,
-    )
-    logit_gradient_MT = settle(
-        stat,
-        score_NMT=scores,
-        lse_MT=lse,
-        kept=ledger.kept[site] if gated else None,
-        scale=ledger.scale_S[site] if gated else None,
-        bias_M=ledger.bias_SM[site] if gated else None,
-        scalar_WT=ledger.scalar_LWT[local],
-        max_sources=ledger.num_rows,
-        width=width,
-        eps=ledger.eps,
-    )
-    if gated:
-        kept = ledger.kept[site]
-        torch.sum(logit_gradient_MT, 1, out=ledger.bias_gradient_SM[site])
-        ledger.scale_gradient_S[site] = (logit_gradient_MT * kept[:-1] * kept[-1]).sum()
-
-
-def _spread_finished(ledger: _Ledger, bank: Tensor, sites: range) -> None:
-    """What sites of one block add to the gradients of the finished sources, and the gradients of their own weights."""
-    assert ledger.source_gradient_NTD is not None and ledger.key_gradient_SMD is not None
-    finished = newest_row(sites.start - sites.start % ledger.block, ledger.block) + 1
-    reads = ledger.rows(finished, sites.start, last_row=finished - 1)
-    key_GLMD, phi_GLMMD = _spread(ledger, bank, sites, reads, ledger.source_gradient_NTD, last=False)
-    torch.sum(key_GLMD, 0, out=ledger.key_gradient_SMD[sites.start : sites.stop])
-    if ledger.phi_gradient_SVM is not None:
-        phi_LMMD = phi_GLMMD.sum(0)  # stream, gate, column -> stream and column, gate
-        ledger.phi_gradient_SVM[sites.start : sites.stop] = phi_LMMD.transpose(-1, -2).flatten(1, 2)
-
-
-def _spread(
-    ledger: _Ledger, bank: Tensor, sites: range, reads: Site, result: Tensor, *, last: bool
-) -> tuple[Tensor, Tensor]:
-    assert ledger.scalar_LWT is not None and ledger.tap_gradient_GQKD is not None
-    local = sites.start % ledger.block
-    later = ledger.num_rows + ledger.block + local
-    return spread(
-        ledger.streams(bank),
-        reads,
-        sites=sites,
-        gradient_LTD=bank[ledger.num_rows + local :],
-        later_LTD=bank[later:],
-        later_from=0 if local else 1,
-        later_owner=ledger.owner(reads.num_sources, sites.start),
-        key_SMD=ledger.key_SMD,
-        phi_SVM=ledger.phi_SVM,
-        base_S=ledger.base_S,
-        score_PMT=ledger.score_PMT,
-        lse_SMT=ledger.lse_SMT,
-        scalar_LWT=ledger.scalar_LWT[local:],
-        max_sources=ledger.num_rows,
-        max_taps=ledger.max_taps,
-        result=result,
-        tap_gradient_GQKD=ledger.tap_gradient_GQKD,
-        last=last,
-    )

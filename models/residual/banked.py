@@ -66,7 +66,8 @@ class BankedState(State):
         if gain_D is None:
             super().step(site, sublayer, context)
             return
-        normed_BTD = self.bank.normed_site(site, self.newest_BTD, gain_D, cast(Attention, sublayer).norm.eps)
+        norm = cast(RMSNorm, sublayer.norm)
+        normed_BTD = self.bank.normed_site(site, self.newest_BTD, gain_D, norm.eps)
         self.write(site, sublayer(normed_BTD, context, normed=True))
 
     def fused_gain(self, sublayer: nn.Module) -> Tensor | None:

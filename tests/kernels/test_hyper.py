@@ -51,7 +51,7 @@ def run_narrow(method: Any, embedding: Tensor, outputs: list[Tensor], gradients:
     stream_TMD = leaves[0].flatten(0, 1).unsqueeze(1).expand(-1, method.streams, -1)
     reads, mixing, write = [], None, None
     for site in range(len(outputs) + 1):
-        if mixing is not None:
+        if mixing is not None and write is not None:
             stream_TMD = reference.hyper_write(stream_TMD, mixing, write, leaves[site].flatten(0, 1))
         if site == len(outputs):
             reads.append(stream_TMD.sum(1))

@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from scaling.errors import KernelError
-from scaling.kernels import stream_bank
+from scaling.kernels import stream_ledger
 from scaling.kernels.reference import rms_factor
-from scaling.kernels.stream_bank import Scope, StreamBank
+from scaling.kernels.stream_bank import StreamBank
+from scaling.kernels.stream_ledger import Scope
 from scaling.models.residual.convolution import causal_convolution
 
 EPS = 1e-6
@@ -30,7 +31,8 @@ def route(
     *, block: int, scope: Scope,
 ) -> list[Tensor]:  # fmt: skip
     """Every site's output by the definition, in the dtype given."""
-    outputs, finished = [], []
+    outputs: list[Tensor] = []
+    finished: list[Tensor] = []
     streams = key_SMD.shape[1]
     for site, source in enumerate(sources):
         seen = [*finished, source]
@@ -53,7 +55,7 @@ def route(
         phi_SVM, scale_S, bias_SM = mixer
         flat = torch.cat(mixed, -1)
         gates = torch.sigmoid(scale_S[site] * ((flat * rms_factor(flat, EPS)) @ phi_SVM[site]) + bias_SM[site])
-        outputs.append(sum(gates[..., j : j + 1] * x for j, x in enumerate(mixed)))
+        outputs.append((gates.unsqueeze(-2) * torch.stack(mixed, -1)).sum(-1))
     return outputs
 
 
@@ -123,17 +125,17 @@ def compare(
     sources, gradients = [v.to(dtype) for v in sources], [g.to(dtype) for g in gradients]
     options: dict[str, Any] = {"kernels": len(kernels), "block": block, "scope": scope}
     found = run(sources, weights, gradients, documents, fused=True, **options)
-    wide = [[v.double() for v in values] for values in (sources, weights, gradients)]
-    truth = run(*wide, documents, fused=False, **options)
+    a, b, c = ([v.double() for v in values] for values in (sources, weights, gradients))
+    truth = run(a, b, c, documents, fused=False, **options)
     if dtype == torch.float32:
-        for index, (a, b) in enumerate(zip(found, truth, strict=True)):
-            error = float((a - b).abs().max() / b.abs().max().clamp_min(1e-30))
+        for index, (ours, exact) in enumerate(zip(found, truth, strict=True)):
+            error = float((ours - exact).abs().max() / exact.abs().max().clamp_min(1e-30))
             assert error <= TOLERANCE, f"result {index}: {error:.2e}"
         return
     narrow = [value.to(dtype) for value in weights]
     plain = run(sources, narrow, gradients, documents, fused=False, **options)
-    for index, (a, b, c) in enumerate(zip(found, truth, plain, strict=True)):
-        error, allowed = float((a - b).norm()), float((c - b).norm())
+    for index, (ours, exact, theirs) in enumerate(zip(found, truth, plain, strict=True)):
+        error, allowed = float((ours - exact).norm()), float((theirs - exact).norm())
         assert error <= allowed, f"result {index}: {error:.3e} > {allowed:.3e} of PyTorch in {dtype}"
 
 
@@ -192,7 +194,7 @@ def test_splits_and_determinism(device: torch.device, monkeypatch: pytest.Monkey
     drawn = draw(tokens=35, batch=1, width=16, sites=2, streams=2, kernels=(6,), gated=True, device=device, **options)
     runs = []
     for splits in (1, 3, 3):
-        monkeypatch.setattr(stream_bank, "num_splits", lambda *_, splits=splits: splits)
+        monkeypatch.setattr(stream_ledger, "num_splits", lambda *_, splits=splits: splits)
         runs.append(run(*drawn, None, fused=True, kernels=1, **options))
     for one, three, again in zip(*runs, strict=True):
         assert float((one - three).abs().max() / one.abs().max().clamp_min(1e-30)) <= TOLERANCE
