@@ -16,11 +16,17 @@ Shapes = Annotated[
 
 
 @app.command(epilog="Example: scaling bench kernels --shape d1024 --json")
-def kernels(shape: Shapes = None, as_json: Json = False) -> None:
-    """Time every routing kernel against the bytes it must move and the copy rate of this run."""
+def kernels(
+    shape: Shapes = None,
+    operation: Annotated[
+        list[str] | None, typer.Option(help="Only kernels whose name begins so: pull, streams, mhc, ...")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Time the kernels against the bytes they must move and the copy rate of this run."""
     from scaling.kernels.benchmark import bench_kernels
 
-    result = bench_kernels(shapes=shape)
+    result = bench_kernels(shapes=shape, operations=operation)
     _print(result, ("operation", "shape", "pass", "ms", "bytes", "ceiling_share"), as_json)
 
 
