@@ -161,7 +161,7 @@ class HyperConnections(Residual):
         if self.norm_gain_SD is None or self.norm_bias_SD is None:
             return weights
         gained_DM = self.norm_gain_SD[site].unsqueeze(-1) * phi_DM
-        offset_M = self.norm_bias_SD[site] @ phi_DM
+        offset_M = (self.norm_bias_SD[site].unsqueeze(-1) * phi_DM).sum(dim=0)  # no product that autocast would narrow
         return {**weights, "phi": gained_DM, "shift_F": gained_DM.sum(dim=0), "offset_F": offset_M}
 
     def start(self, embedding_BTD: Tensor, document_BT: Tensor | None) -> State:
