@@ -37,25 +37,25 @@ _SOURCES = 9  # at the last sites of eight blocks
 Case = tuple[str, str, int, Callable[[], Any]]
 
 
-def cases(shape: Shape) -> Iterator[Case]:
+def cases(shape: Shape, device: str = "cuda") -> Iterator[Case]:
     """(operation, pass, bytes that must move, call) of every kernel."""
-    yield from _routing(shape)
-    yield from _streams(shape)
-    yield from _hyper(shape)
+    yield from _routing(shape, device)
+    yield from _streams(shape, device)
+    yield from _hyper(shape, device)
 
 
-def _routing(shape: Shape) -> Iterator[Case]:
+def _routing(shape: Shape, device: str) -> Iterator[Case]:
     """Single-stream routing; calls walk through the bank to defeat the L2."""
     D, T, N = shape.width, shape.batch * shape.time, 2 * shape.layers + 1
-    kind: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
+    kind: dict[str, Any] = {"device": device, "dtype": torch.bfloat16}
     bank_NTD = torch.randn(N + 1, T, D, **kind)
-    query_SD = (torch.randn(N, D, device="cuda") * 0.1).bfloat16()
-    factor_NT = torch.rand(N + 1, T, device="cuda") + 0.5
-    lse_STH = torch.randn(N, T, _HEADS, device="cuda") + 3
-    delta_STH = torch.randn(N, T, _HEADS, device="cuda")
+    query_SD = (torch.randn(N, D, device=device) * 0.1).bfloat16()
+    factor_NT = torch.rand(N + 1, T, device=device) + 0.5
+    lse_STH = torch.randn(N, T, _HEADS, device=device) + 3
+    delta_STH = torch.randn(N, T, _HEADS, device=device)
     source_TD, output_TD, normed_TD = torch.randn(T, D, **kind), torch.empty(T, D, **kind), torch.empty(T, D, **kind)
-    gain_D, scale_T = torch.rand(D, **kind), torch.rand(T, device="cuda")
-    partial_KTD, radial_KTH = torch.randn(_GROUP, T, D, **kind), torch.randn(_GROUP, T, _HEADS, device="cuda")
+    gain_D, scale_T = torch.rand(D, **kind), torch.rand(T, device=device)
+    partial_KTD, radial_KTH = torch.randn(_GROUP, T, D, **kind), torch.randn(_GROUP, T, _HEADS, device=device)
     row, turn = T * D * 2, 0
 
     def first(length: int) -> int:
@@ -111,24 +111,24 @@ def _routing(shape: Shape) -> Iterator[Case]:
         yield f"gather_group of {_GROUP} from {sites} sites", "backward", moved, call
         call = partial(
             query_gradient, coefficient=coefficient_THMK, steps=coefficient_THMK.stride(),
-            value_KTD=bank_NTD[:_GROUP], result_PSD=torch.zeros(66, N, D, device="cuda"), sites=range(N - sites, N),
+            value_KTD=bank_NTD[:_GROUP], result_PSD=torch.zeros(66, N, D, device=device), sites=range(N - sites, N),
             heads=_HEADS,
         )  # fmt: skip
         yield f"query_gradient of {sites} sites", "backward", _GROUP * row + coefficient_THMK.nbytes, call
 
 
-def _streams(shape: Shape) -> Iterator[Case]:
+def _streams(shape: Shape, device: str) -> Iterator[Case]:
     """Multi-stream routing at a site that reads eight finished blocks and a running sum, and a block's gradients."""
     D, T, M, N = shape.width, shape.batch * shape.time, _STREAMS, _SOURCES
     row, block = T * D * 2, max(1, 2 * shape.layers // 8)
-    wide: dict[str, Any] = {"device": "cuda"}
-    bank = torch.randn(N + 2 * block, T, D, device="cuda", dtype=torch.bfloat16)
+    wide: dict[str, Any] = {"device": device}
+    bank = torch.randn(N + 2 * block, T, D, device=device, dtype=torch.bfloat16)
     starts = [sum(_TAPS[:j]) for j in range(M)]
     table = torch.tensor([starts, list(_TAPS)], dtype=torch.int32, **wide)
     streams = Streams(
         bank_NTD=bank,
         tap_QKD=torch.randn(N, sum(_TAPS), D, **wide),
-        segment_T=segments(None, shape.batch, shape.time, torch.device("cuda")),
+        segment_T=segments(None, shape.batch, shape.time, torch.device(device)),
         table_2M=table,
         eps=1e-6,
     )
@@ -153,11 +153,11 @@ def _streams(shape: Shape) -> Iterator[Case]:
         ),
     )  # fmt: skip
     yield f"streams measure {N}", "forward", N * row + pairs, partial(measure, streams, reads, phi_VM=phi, **common)
-    call = partial(blend, streams, reads, gate_MT=gates, output_TD=output, **common)
+    call: Callable[[], Any] = partial(blend, streams, reads, gate_MT=gates, output_TD=output, **common)
     yield f"streams blend {N}", "forward", (N + 1) * row + pairs, call
     gradient_TD = bank[N]
     call = partial(contract, streams, reads, gradient_TD=gradient_TD, phi_VM=phi, **common)
-    stat = call()
+    stat: torch.Tensor = call()
     yield f"streams contract {N}", "backward", (N + 1) * row + pairs + stat.nbytes, call
     call = partial(
         settle, stat, kept=kept, scale=kept[0, :1], bias_M=kept[:, 0].contiguous(), scalar_WT=scalar_LWT[0],
@@ -178,12 +178,12 @@ def _streams(shape: Shape) -> Iterator[Case]:
         yield f"streams spread {'newest' if last else 'finished'}", "backward", moved, call
 
 
-def _hyper(shape: Shape) -> Iterator[Case]:
+def _hyper(shape: Shape, device: str) -> Iterator[Case]:
     """One step of mHC and of dynamic hyper-connections."""
     D, T, M = shape.width, shape.batch * shape.time, _STREAMS
     row, K = T * D * 2, M * (M + 2)
-    kind: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
-    wide: dict[str, Any] = {"device": "cuda"}
+    kind: dict[str, Any] = {"device": device, "dtype": torch.bfloat16}
+    wide: dict[str, Any] = {"device": device}
     stream, out, out_gradient, result = (torch.randn(T, M, D, **kind) for _ in range(4))
     update, read, read_gradient, update_gradient = (torch.randn(T, D, **kind) for _ in range(4))
     post, mix = torch.rand(T, M, **wide), torch.rand(T, M, M, **wide) / M
@@ -198,7 +198,7 @@ def _hyper(shape: Shape) -> Iterator[Case]:
             "offset_F": zeros, "scale_K": scale, "bias_K": bias, "out_TMD": out, "projected_TK": projected,
             "factor": factor,
         }  # fmt: skip
-        call = partial(step, rule, read_TD=read, new_post_TM=new_post, new_mix_TMM=new_mix, **common)
+        call: Callable[[], Any] = partial(step, rule, read_TD=read, new_post_TM=new_post, new_mix_TMM=new_mix, **common)
         yield f"{name} step", "forward", (2 * M + 2) * row, call
         call = partial(
             step_gradients, rule, out_gradient_TMD=out_gradient, read_gradient_TD=read_gradient,

@@ -128,7 +128,7 @@ def sanitize(args: argparse.Namespace) -> None:
     )
     if tool is None:
         sys.exit("compute-sanitizer is not here; install the CUDA toolkit's (package nvidia-cuda-sanitizer-api)")
-    result = {}
+    result: dict[str, Any] = {}
     for check in ("memcheck", "racecheck"):
         # PyTorch's caching allocator would hide reads beyond a tensor.
         environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
