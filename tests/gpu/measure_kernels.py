@@ -41,6 +41,7 @@ PARTS = {
     "hyper": "test_hyper.py",
     "models": "test_models.py test_joining.py",
 }
+METHODS = (("attnres", "mhar", "block"), ("block-attnres", "delta"), ("msar", "hc", "mhc"))
 SHAPES = ("d512", "d1024", "d1280", "d2048")
 MISSED = 0.85  # below this share of the copy rate a kernel is profiled
 NCU_METRICS = "gpu__time_duration.sum,dram__throughput.avg.pct_of_peak_sustained_elapsed," + ",".join(
@@ -64,7 +65,11 @@ def plan(_: argparse.Namespace) -> None:
     print(f"torchrun --nproc-per-node 2 {script} spread")
     for shape in SHAPES:
         print(f"python {script} kernels --shape {shape}")
-        for implementation in ("kernels", "compiled", "eager", "fla", "liger"):
+        for implementation in ("kernels", "compiled", "eager"):
+            for methods_of_call in METHODS:  # few enough that compiling them fits a call
+                chosen = " ".join(f"--method {name}" for name in methods_of_call)
+                print(f"python {script} train --shape {shape} --implementation {implementation} {chosen}")
+        for implementation in ("fla", "liger"):
             print(f"python {script} train --shape {shape} --implementation {implementation}")
         print(f"python {script} profile --shape {shape}")
     print(f"python {script} table")
@@ -222,7 +227,7 @@ def train(args: argparse.Namespace) -> None:
         implementations=[args.implementation],
         repeats=10 if args.implementation == "kernels" else 5,
     )
-    save(args, f"train-{args.shape}-{args.implementation}", result)
+    save(args, "-".join(("train", args.shape, args.implementation, *(args.method or ()))), result)
     for row in result["rows"]:
         keys = ("vocabulary", "method", "implementation", "pass", "launch", "ratio", "peak_ratio", "failed")
         print(" ".join(str(row.get(key, "-")) for key in keys), flush=True)
@@ -257,13 +262,18 @@ def table(args: argparse.Namespace) -> None:
     with (args.out / "results.csv").open("w", encoding="utf-8", newline="") as file:
         writer = csv.DictWriter(file, fields, extrasaction="ignore", lineterminator="\n")
         writer.writeheader()
+        written = set()
         for path in sorted(args.out.glob("train-*.json")):
             result = json.loads(path.read_text("utf-8"))
             for row in result["rows"]:
+                key = tuple(row.get(field) for field in fields[:7])
+                if key in written:  # every call times the baseline anew, to compare with; the first stands for all
+                    continue
+                written.add(key)
                 times = dict(zip(("ms_20", "ms_50", "ms_80"), (f"{t:.2f}" for t in row.get("ms", ())), strict=False))
-                for key in ("ratio", "peak_ratio"):
-                    if key in row:
-                        row[key] = f"{row[key]:.3f}"
+                for name in ("ratio", "peak_ratio"):
+                    if name in row:
+                        row[name] = f"{row[name]:.3f}"
                 writer.writerow({**row, **times, **result["versions"]})
     print(args.out / "results.csv")
 

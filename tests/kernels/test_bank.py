@@ -201,7 +201,7 @@ def test_sixteen_bits(device: torch.device, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("sites", [73, 145])
 def test_many_sources(device: torch.device, sites: int) -> None:
     """As many sources as 36 and 72 layers have."""
-    compare(device, tokens=1, width=16, heads=1, sites=sites, group=8)
+    compare(device, tokens=1, width=16, heads=1, sites=sites, group=15)
 
 
 @pytest.mark.slow

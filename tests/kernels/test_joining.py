@@ -40,7 +40,7 @@ def test_implementations_agree(method: str, device: torch.device) -> None:
 @pytest.mark.slow
 def test_every_timed_call_runs(device: torch.device) -> None:
     """What ``scaling bench kernels`` times can be called, and moves bytes."""
-    shape = Shape(name="tiny", width=64, layers=10, query_heads=2, kv_heads=1, ffn=32, batch=1, time=1)
+    shape = Shape(name="tiny", width=32, layers=10, query_heads=2, kv_heads=1, ffn=32, batch=1, time=1)
     names = set()
     for operation, direction, moved, call in cases(shape, device.type):
         assert moved > 0 and direction in ("forward", "backward")
