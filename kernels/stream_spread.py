@@ -35,7 +35,7 @@ def _spread_kernel(
     score_ptr,  # (P, M, T) float32
     lse_ptr,  # (S, M, T) float32
     scalar_ptr,  # (L, W, T)
-    ring_ptr,  # (programs, M, sources, RING, COLUMNS) float32
+    ring_ptr,  # (programs, M, sources, RING, COLUMNS) in the sources' dtype, to which PyTorch rounds dX too
     result_ptr,  # LAST: (T, D); else (N, T, D) float32, added to
     tap_gradient_ptr,  # (G, Q, K, D) float32, added to
     key_gradient_ptr,  # (G, L, M, D) float32 out
@@ -197,7 +197,8 @@ def _spread_kernel(
                 stream_gradient += coefficient[:, :, None] * key[None, None, :] - radial[:, :, None] * of_target
             stream_ring_ptr = ring_row_ptr + stream * (TARGETS * RING * COLUMNS)
             tl.debug_barrier()  # all have read what is about to be overwritten
-            tl.store(stream_ring_ptr + (token % RING)[None, :, None] * COLUMNS, stream_gradient)
+            rounded = narrow(stream_gradient, ring_ptr.dtype.element_ty)
+            tl.store(stream_ring_ptr + (token % RING)[None, :, None] * COLUMNS, rounded)
             tl.debug_barrier()
             if index < own_tiles:
                 for tau in tl.range(0, taps, num_stages=1):
@@ -207,7 +208,7 @@ def _spread_kernel(
                     reached = tl.load(
                         stream_ring_ptr + (later_token % RING)[None, :, None] * COLUMNS,
                         mask=target_mask[:, None, None] & (inside & same)[None, :, None], other=0.0,
-                    )  # fmt: skip
+                    ).to(tl.float32)  # fmt: skip
                     tap_place = target_owner[:, None, None] * owner_stride + (first_tap + tau) * D
                     tap = tl.load(
                         tap_ptr + tap_place + column[None, None, :], mask=target_mask[:, None, None], other=0.0
@@ -266,7 +267,7 @@ def spread(
     reach = triton.cdiv(max_taps - 1, TOKENS)
     ring = triton.next_power_of_2((1 + reach) * TOKENS)
     chunks = width // sides["COLUMNS"]
-    scratch = lse_SMT.new_empty((splits * chunks, num_streams, targets, ring, sides["COLUMNS"]))
+    scratch = streams.bank_NTD.new_empty((splits * chunks, num_streams, targets, ring, sides["COLUMNS"]))
     key_gradient = lse_SMT.new_empty((splits, len(sites), num_streams, width))
     phi_gradient = lse_SMT.new_empty(
         (splits, len(sites), num_streams, num_streams, width) if phi_SVM is not None else (0,)
@@ -318,8 +319,11 @@ def spread(
 
 
 def num_splits(num_tokens: int, width: int) -> int:
-    """Splits of the tokens in :func:`spread`, none empty: about four programs for each of an H200's multiprocessors."""
-    wanted = max(1, min(528 // max(1, width // 32), triton.cdiv(num_tokens, 64)))
+    """Splits of the tokens in :func:`spread`, none empty.
+
+    Two to four programs for each of an H200's 132 multiprocessors, which hold one at a time: more only takes memory.
+    """
+    wanted = max(1, min(264 // max(1, width // 32), triton.cdiv(num_tokens, 64)))
     return int(triton.cdiv(num_tokens, split_tokens(num_tokens, wanted)))
 
 

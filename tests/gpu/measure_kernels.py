@@ -59,8 +59,9 @@ NCU_METRICS = "gpu__time_duration.sum,dram__throughput.avg.pct_of_peak_sustained
 def plan(_: argparse.Namespace) -> None:
     """Print all calls in order."""
     script = "tests/gpu/measure_kernels.py"
-    for part in PARTS:
-        print(f"python {script} correct --part {part}")
+    for part in PARTS:  # a kernel compiles in seconds to tens of seconds, and every case is a kernel of its own
+        for keyword in ("float32 or gradients", "not float32 and not gradients"):
+            print(f"python {script} correct --part {part} --keyword '{keyword}'")
     print(f"python {script} sanitize")
     print(f"torchrun --nproc-per-node 2 {script} spread")
     for shape in SHAPES:
@@ -88,8 +89,10 @@ def run(command: list[str], **more: Any) -> subprocess.CompletedProcess[str]:
 def correct(args: argparse.Namespace) -> None:
     """The kernels' tests, compiled: outputs and gradients against float64, 16 bits, shapes, determinism, models."""
     files = [f"tests/kernels/{name}" for name in PARTS[args.part].split()]
-    done = run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--durations=10", *files])
-    save(args, f"correct-{args.part}", {"return_code": done.returncode})
+    done = run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--durations=10", "-k", args.keyword, *files]
+    )
+    save(args, f"correct-{args.part}-{args.keyword.replace(' ', '-')}", {"return_code": done.returncode})
     sys.exit(done.returncode)
 
 
@@ -284,6 +287,7 @@ def main() -> None:
     parser.add_argument("call", choices=calls)
     parser.add_argument("--out", type=Path, default=Path("kernel-measurements"))
     parser.add_argument("--part", choices=PARTS, default="bank")
+    parser.add_argument("--keyword", default="", help="pytest's -k: only these tests")
     parser.add_argument("--shape", choices=SHAPES, default="d1024")
     parser.add_argument("--implementation", default="kernels")
     parser.add_argument("--method", action="append", help="only these methods")
