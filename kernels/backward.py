@@ -116,6 +116,8 @@ class BackwardStep:
     ) -> None:
         """Gradient of one source over some sites, and their query gradients unless the coefficients are to be kept."""
         slot = self.ledger.plan.gradient_slot(sites.start)
+        readers = self.ledger.plan.readers
+        sites = range(sites.start * readers, sites.stop * readers)
         keep = coefficient_MTH is not None
         if coefficient_MTH is None:
             coefficient_MTH = self.bank.new_empty((len(sites), *self.lse.shape[1:]))
@@ -132,6 +134,7 @@ class BackwardStep:
             result_TD=result_TD,
             sites=sites,
             eps=self.eps,
+            per_head=self.factor.dim() == 3,
         )
         if keep:
             return

@@ -20,16 +20,12 @@ import triton
 from torch import Tensor
 
 from scaling.errors import KernelError, nearest
-from scaling.kernels.decoder import METHODS, SHAPES, VOCABULARIES, Decoder, Shape
-from scaling.kernels.gather import gather, receive
-from scaling.kernels.gather_group import gather_group, query_gradient
-from scaling.kernels.pull import pull
-from scaling.kernels.pull_group import pull_group
+from scaling.kernels.decoder import SHAPES, VOCABULARIES, Decoder, Shape
+from scaling.kernels.joining import IMPLEMENTATIONS, METHODS
+from scaling.kernels.timed import cases
 
 _LOG = logging.getLogger(__name__)
 _QUANTILES = (0.2, 0.5, 0.8)
-_HEADS = 8
-_GROUP = 8
 _CEILING_BYTES = 2**32  # far beyond the 60 MB of an H200's L2
 
 
@@ -38,28 +34,36 @@ def bench_train(
     shapes: Iterable[str] | None = None,
     vocabularies: Iterable[int] = VOCABULARIES,
     methods: Iterable[str] | None = None,
+    implementations: Iterable[str] = ("kernels",),
     repeats: int = 10,
 ) -> dict[str, Any]:
-    """Time whole steps of every method at every shape and vocabulary.
+    """Time whole steps of every method at every shape and vocabulary, by each implementation that it has here.
 
     Returns
     -------
     dict
-        ``versions`` and ``rows``: one row a (shape, vocabulary, method, pass, launch), with ``ms`` quantiles, ``ratio``
-        of the baseline's median to this one's, ``peak_bytes`` and ``peak_ratio``.
+        ``versions`` and ``rows``: one row a (shape, vocabulary, method, implementation, pass, launch), with ``ms``
+        quantiles, ``ratio`` of the compiled baseline's median to this one's, ``peak_bytes`` and ``peak_ratio``.
     """
     _need_gpu()
     chosen = _pick(tuple(METHODS) if methods is None else tuple(methods), tuple(METHODS), "method")
+    wanted = _pick(tuple(implementations), IMPLEMENTATIONS, "implementation")
     names = [shape.name for shape in SHAPES]
     sizes = [shape for shape in SHAPES if shape.name in _pick(tuple(shapes or names), tuple(names), "shape")]
+    others = [
+        (name, run)
+        for name in chosen
+        for run in METHODS[name].runs
+        if run in wanted and (name, run) != ("baseline", "compiled")
+    ]
     rows: list[dict[str, Any]] = []
     for shape in sizes:
         for vocabulary in vocabularies:
             base: dict[tuple[str, str], dict[str, Any]] = {}
-            for method in ("baseline", *(name for name in chosen if name != "baseline")):
-                for row in _step_rows(shape, vocabulary, method, repeats):
+            for method, implementation in (("baseline", "compiled"), *others):
+                for row in _step_rows(shape, vocabulary, method, implementation, repeats):
                     key = row["pass"], row["launch"]
-                    if method == "baseline":
+                    if (method, implementation) == ("baseline", "compiled"):
                         base[key] = row
                     if "ms" in row and key in base and "ms" in base[key]:
                         row["ratio"] = base[key]["ms"][1] / row["ms"][1]
@@ -69,8 +73,20 @@ def bench_train(
     return {"versions": _versions(), "rows": rows}
 
 
-def bench_kernels(*, shapes: Iterable[str] | None = None) -> dict[str, Any]:
-    """Time every routing kernel in bfloat16 at the geometry of every shape.
+def make_decoder(shape: Shape, vocabulary: int, method: str, implementation: str) -> Decoder:
+    """The decoder of one row."""
+    chosen = METHODS[method]
+    return Decoder(
+        shape,
+        vocabulary,
+        joining=chosen.parameters(shape),
+        run=chosen.runs[implementation],
+        compiled=implementation != "eager",
+    )
+
+
+def bench_kernels(*, shapes: Iterable[str] | None = None, operations: Iterable[str] | None = None) -> dict[str, Any]:
+    """Time kernels in bfloat16 at the geometry of every shape: all, or those whose name begins with one given.
 
     Returns
     -------
@@ -86,7 +102,9 @@ def bench_kernels(*, shapes: Iterable[str] | None = None) -> dict[str, Any]:
     for shape in SHAPES:
         if shape.name not in wanted:
             continue
-        for operation, direction, count, run in _kernels(shape):
+        for operation, direction, count, run in cases(shape):
+            if operations is not None and not operation.startswith(tuple(operations)):
+                continue
             times = _time(run)
             rows.append(
                 {
@@ -103,15 +121,18 @@ def bench_kernels(*, shapes: Iterable[str] | None = None) -> dict[str, Any]:
     return {"versions": _versions(), "ceiling_bytes_per_s": ceiling, "rows": rows}
 
 
-def _step_rows(shape: Shape, vocabulary: int, method: str, repeats: int) -> Iterator[dict[str, Any]]:
-    """Rows of one method: eager and graph, without and with the optimiser; out of memory is a row that says so."""
-    row = {"shape": shape.name, "vocabulary": vocabulary, "method": method, "dtype": "bfloat16"}
+def _step_rows(
+    shape: Shape, vocabulary: int, method: str, implementation: str, repeats: int
+) -> Iterator[dict[str, Any]]:
+    """Rows of one method: launched and graph, without and with the optimiser; what fails is a row that says so."""
+    row = {"shape": shape.name, "vocabulary": vocabulary, "method": method, "implementation": implementation}
+    row["dtype"] = "bfloat16"
     torch._dynamo.reset()
     torch.cuda.empty_cache()
     torch.manual_seed(0)
     try:
         with torch.device("cuda"):
-            model = Decoder(shape, vocabulary, method=method).bfloat16()
+            model = make_decoder(shape, vocabulary, method, implementation).bfloat16()
             tokens = torch.randint(vocabulary, (shape.batch, shape.time))
         optimiser = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True, capturable=True)
         target = tokens.roll(-1, 1)
@@ -138,6 +159,11 @@ def _step_rows(shape: Shape, vocabulary: int, method: str, repeats: int) -> Iter
             del graph
     except torch.cuda.OutOfMemoryError:
         yield {**row, "pass": "forward+backward", "launch": "eager", "failed": "out of memory"}
+    except Exception as error:
+        if implementation not in ("fla", "liger"):
+            raise
+        # another project's kernel that refuses a shape is a result; ours must not fail
+        yield {**row, "pass": "forward+backward", "launch": "eager", "failed": str(error).split("\n")[0][:200]}
 
 
 def _capture(step: Callable[[], object]) -> torch.cuda.CUDAGraph:
@@ -175,79 +201,6 @@ def _copy_rate() -> float:
     source = torch.randint(255, (_CEILING_BYTES,), dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     return 2 * _CEILING_BYTES / (_time(lambda: target.copy_(source))[1] * 1e-3)
-
-
-def _kernels(shape: Shape) -> Iterator[tuple[str, str, int, Callable[[], None]]]:
-    """(operation, pass, bytes that must move, call) of every kernel; calls walk through the bank to defeat the L2."""
-    D, T, N = shape.width, shape.batch * shape.time, 2 * shape.layers + 1
-    kind: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
-    bank_NTD = torch.randn(N + 1, T, D, **kind)
-    query_SD = (torch.randn(N, D, device="cuda") * 0.1).bfloat16()
-    factor_NT = torch.rand(N + 1, T, device="cuda") + 0.5
-    lse_STH = torch.randn(N, T, _HEADS, device="cuda") + 3
-    delta_STH = torch.randn(N, T, _HEADS, device="cuda")
-    source_TD, output_TD, normed_TD = torch.randn(T, D, **kind), torch.empty(T, D, **kind), torch.empty(T, D, **kind)
-    gain_D, scale_T = torch.rand(D, **kind), torch.rand(T, device="cuda")
-    partial_KTD, radial_KTH = torch.randn(_GROUP, T, D, **kind), torch.randn(_GROUP, T, _HEADS, device="cuda")
-    row, turn = T * D * 2, 0
-
-    def first(length: int) -> int:
-        nonlocal turn
-        turn += 1
-        return turn * length % (N - length)
-
-    def run_pull(rows: int) -> None:
-        start = first(rows)
-        pull(
-            source_TD=source_TD, bank_NTD=bank_NTD, factor_NT=factor_NT, query_SD=query_SD, lse_STH=lse_STH,
-            output_TD=output_TD, gain_D=gain_D, normed_TD=normed_TD, output_factor_T=scale_T,
-            partial_TD=partial_KTD[0], partial_lse_TH=lse_STH[1], rows=range(start, start + rows), write_row=N,
-            site=3, eps=1e-6, output_eps=1e-6,
-        )  # fmt: skip
-
-    def run_gather(sites: int) -> None:
-        start = first(sites)
-        gather(
-            value_TD=source_TD, value_factor_T=factor_NT[0], gradient_MTD=bank_NTD[start : start + sites],
-            query_SD=query_SD, lse_STH=lse_STH, delta_STH=delta_STH, partial_TD=partial_KTD[0],
-            partial_radial_TH=radial_KTH[0], coefficient_MTH=coefficient_MTH[:sites], result_TD=output_TD,
-            sites=range(start, start + sites), eps=1e-6,
-        )  # fmt: skip
-
-    def run_receive() -> None:
-        receive(
-            incoming_TD=source_TD, output_TD=bank_NTD[first(1)], output_factor_T=scale_T, gradient_TD=bank_NTD[N],
-            delta_TH=delta_STH[0], gain_D=gain_D,
-        )  # fmt: skip
-
-    coefficient_MTH = torch.empty(_GROUP, T, _HEADS, **kind)
-    for rows in (0, 4, N // 2):
-        yield f"pull over {rows} rows", "forward", (rows + 5) * row, partial(run_pull, rows)
-    for rows in (_GROUP, (N - 1) // _GROUP * _GROUP - _GROUP):
-        call = partial(
-            pull_group, bank_NTD=bank_NTD, factor_NT=factor_NT, query_SD=query_SD, partial_QTD=partial_KTD,
-            lse_QTH=lse_STH[:_GROUP], num_rows=rows, sites=range(_GROUP, 2 * _GROUP),
-        )  # fmt: skip
-        yield f"pull_group of {_GROUP} over {rows} rows", "forward", (rows + _GROUP) * row, call
-    yield "receive", "backward", 3 * row, run_receive
-    for sites in (1, 4):
-        yield f"gather of {sites} sites", "backward", (sites + 3) * row, partial(run_gather, sites)
-    for sites in (_GROUP, N - _GROUP - 1):
-        coefficient_THMK = torch.empty(T, _HEADS, sites, _GROUP, **kind)
-        call = partial(
-            gather_group, value_KTD=bank_NTD[:_GROUP], factor_KT=factor_NT[:_GROUP],
-            gradient_MTD=bank_NTD[N - sites : N], query_SD=query_SD, lse_STH=lse_STH, delta_STH=delta_STH,
-            result_KTD=partial_KTD, radial_KTH=radial_KTH, coefficient_THMK=coefficient_THMK,
-            sites=range(N - sites, N), add=False,
-        )  # fmt: skip
-        moved = (sites + 2 * _GROUP) * row + coefficient_THMK.nbytes
-        yield f"gather_group of {_GROUP} from {sites} sites", "backward", moved, call
-        call = partial(
-            query_gradient, coefficient=coefficient_THMK, steps=coefficient_THMK.stride(),
-            value_KTD=bank_NTD[:_GROUP], result_PSD=torch.zeros(66, N, D, device="cuda"), sites=range(N - sites, N),
-            heads=_HEADS,
-        )  # fmt: skip
-        yield f"query_gradient of {sites} sites", "backward", _GROUP * row + coefficient_THMK.nbytes, call
 
 
 def _pick(wanted: tuple[str, ...], known: tuple[str, ...], what: str) -> tuple[str, ...]:

@@ -3,7 +3,8 @@
 Self-contained, because ``kernels`` comes before ``models`` in the flow; sizes and definitions are those of
 :mod:`scaling.models`. The baseline is compiled as well as it can be: one compiled region a sublayer that holds the
 residual addition, the norm, the projections and SDPA, one fused query-key-value and gate-up product each, and a loss
-that never holds the logits of more than a chunk of tokens. Every contender uses the same regions.
+that never holds the logits of more than a chunk of tokens. Every contender uses the same regions;
+:mod:`scaling.kernels.joining` has what is between them.
 
 Shape legend: B batch, T time, D width, S sites, V vocabulary.
 """
@@ -11,16 +12,14 @@ Shape legend: B batch, T time, D width, S sites, V vocabulary.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from scaling.kernels.bank import SourceBank
-
-_EPS = 1e-6  # RMSNorm epsilon of Qwen3
+EPS = 1e-6  # RMSNorm epsilon of Qwen3
 _ROPE_BASE = 1e4  # arXiv 2607.27230, training details
 _LOGIT_BYTES = 2**30  # logits held at a time by the loss
 
@@ -55,7 +54,7 @@ VOCABULARIES = (32_768, 151_936)
 
 def rms_norm(x: Tensor, gain: Tensor) -> Tensor:
     """RMSNorm over the last axis with a gain."""
-    return F.rms_norm(x, (x.shape[-1],), gain, _EPS)
+    return F.rms_norm(x, (x.shape[-1],), gain, EPS)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -132,59 +131,56 @@ def plain_region(function: Callable[..., Tensor], x: Tensor, *weights: Any) -> T
     return function(x, *weights)
 
 
-def delta_region(
-    function: Callable[..., Tensor],
-    stream: Tensor, update: Tensor, routed: Tensor, gate: Tensor, gain: Tensor, *weights: Any,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Delta attention residuals: the stream goes on, the sublayer sees it with the gated mix added."""
-    stream = stream + update
-    return stream, function(rms_norm(stream + gate * routed, gain), *weights)
-
-
-def depth_logits(value: Tensor, query_SHC: Tensor) -> Tensor:
-    """Scores of one source for the sites to come, ``(S, B, T, H)``: reference."""
-    heads = query_SHC.shape[1]
-    key = value * torch.rsqrt(value.float().square().mean(-1, keepdim=True) + _EPS).to(value.dtype)
-    return torch.einsum("bthc,shc->sbth", key.unflatten(-1, (heads, -1)), query_SHC.to(value.dtype))
-
-
-def depth_mix(scores: list[Tensor], values: list[Tensor]) -> Tensor:
-    """Softmax over depth and mix: reference."""
-    weights = torch.stack(scores).float().softmax(0).to(values[0].dtype)
-    heads = weights.shape[-1]
-    mixed = sum(w.unsqueeze(-1) * v.unflatten(-1, (heads, -1)) for w, v in zip(weights.unbind(0), values, strict=True))
-    return cast(Tensor, mixed).flatten(-2)
+Inputs = list[tuple[Callable[..., Tensor], Tensor, tuple[Any, ...]]]
 
 
 class Decoder(nn.Module):
-    """Embedding, sublayers joined by ``method``, final norm and tied loss.
+    """Embedding, sublayers joined by ``run``, final norm and tied loss.
 
-    ``method`` is one of :data:`METHODS`.
+    Parameters
+    ----------
+    shape, vocabulary
+        Sizes.
+    joining
+        Parameters of what joins the sublayers, as they start.
+    run
+        Takes this model, the embedding, and for each sublayer and the head a function of a normed input, the gain of
+        its norm and its weights; returns the head's normed input.
+    compiled
+        Whether regions are compiled.
     """
 
-    def __init__(self, shape: Shape, vocabulary: int, *, method: str, compiled: bool = True) -> None:
+    def __init__(
+        self,
+        shape: Shape,
+        vocabulary: int,
+        *,
+        joining: Mapping[str, Tensor],
+        run: Callable[[Decoder, Tensor, Inputs], Tensor],
+        compiled: bool = True,
+    ) -> None:
         super().__init__()
-        self.shape, self.method = shape, method
-        self.heads = 1 if method == "attnres" else 8
+        self.shape, self.compiled = shape, compiled
         self.embedding = nn.Parameter(torch.empty(vocabulary, shape.width))
         kinds = ("attention", "feed-forward") * shape.layers
         self.sublayers = nn.ModuleList(Sublayer(shape, kind) for kind in kinds)
         self.gain = nn.Parameter(torch.ones(shape.width))
-        sites = 2 * shape.layers + 1
-        if method != "baseline":
-            self.query = nn.Parameter(torch.empty(sites, shape.width))
-            self.key_gain = nn.Parameter(torch.ones(sites, shape.width))
-        if method == "delta":
-            self.gate = nn.Parameter(torch.ones(sites))
         with torch.no_grad():
-            for name, parameter in self.named_parameters():
-                if parameter.dim() > 1 and name != "key_gain":
+            for parameter in self.parameters():
+                if parameter.dim() > 1:
                     parameter.normal_(0, 0.02)
-        wrap: Callable[[Any], Any] = torch.compile(dynamic=False, fullgraph=True) if compiled else (lambda f: f)
-        self._stream, self._normed, self._plain = wrap(stream_region), wrap(normed_region), wrap(plain_region)
-        self._delta, self._mix, self._logits = wrap(delta_region), wrap(depth_mix), wrap(depth_logits)
-        self._step = METHODS[method]
+        self.joining = nn.ParameterDict({name: nn.Parameter(value) for name, value in joining.items()})
+        self._run = run
+        self._regions: dict[Callable[..., Any], Callable[..., Any]] = {}
         self._tables: tuple[Tensor, Tensor] | None = None
+
+    def region(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, compiled once where regions are."""
+        if not self.compiled:
+            return function
+        if function not in self._regions:
+            self._regions[function] = torch.compile(function, dynamic=False, fullgraph=True)
+        return self._regions[function]
 
     def forward(self, tokens_BT: Tensor, target_BT: Tensor) -> Tensor:
         """Mean cross-entropy of the targets."""
@@ -194,100 +190,26 @@ class Decoder(nn.Module):
             angle = torch.outer(torch.arange(tokens_BT.shape[1], device=tokens_BT.device), _ROPE_BASE**-half)
             self._tables = angle.cos().to(embedding.dtype), angle.sin().to(embedding.dtype)
         sublayers = cast(Iterable[Sublayer], self.sublayers)
-        inputs: _Inputs = [(sub.function, sub.gain, sub.weights(*self._tables)) for sub in sublayers]
+        inputs: Inputs = [(sub.function, sub.gain, sub.weights(*self._tables)) for sub in sublayers]
         inputs.append((_nothing, self.gain, ()))
-        hidden = self._step(self, embedding, inputs)
-        return linear_loss(hidden.flatten(0, 1), self.embedding, target_BT.flatten())
-
-    def queries(self) -> Tensor:
-        """``u = w * g`` of every site."""
-        return self.query.float() * self.key_gain.float()
-
-
-_Inputs = list[tuple[Callable[..., Tensor], Tensor, tuple[Any, ...]]]
+        hidden = self._run(self, embedding, inputs)
+        return linear_loss(hidden.flatten(0, 1), self.embedding, target_BT.flatten(), compiled=self.compiled)
 
 
 def _nothing(x: Tensor) -> Tensor:
     return x
 
 
-def _run_baseline(model: Decoder, embedding: Tensor, inputs: _Inputs) -> Tensor:
-    stream, update = embedding, torch.zeros_like(embedding)
-    for function, gain, weights in inputs:
-        stream, update = model._stream(function, stream, update, gain, *weights)
-    return update
-
-
-def _run_routed(model: Decoder, source: Tensor, inputs: _Inputs) -> Tensor:
-    bank = SourceBank(model.queries(), source, heads=model.heads, eps=_EPS)
-    for site, (function, gain, weights) in enumerate(inputs):
-        normed = bank.normed_site(site, source, gain, _EPS)
-        source = model._plain(function, normed, *weights)
-    return source
-
-
-def _run_routed_apart(model: Decoder, source: Tensor, inputs: _Inputs) -> Tensor:
-    bank = SourceBank(model.queries(), source, heads=model.heads, eps=_EPS)
-    for site, (function, gain, weights) in enumerate(inputs):
-        source = model._normed(function, bank.site(site, source), gain, *weights)
-    return source
-
-
-def _run_block(model: Decoder, source: Tensor, inputs: _Inputs) -> Tensor:
-    block = max(1, (len(inputs) - 1) // 8)
-    bank = SourceBank(model.queries(), source, heads=model.heads, eps=_EPS, block=block)
-    for site, (function, gain, weights) in enumerate(inputs):
-        normed = bank.normed_site(site, source, gain, _EPS)
-        update = model._plain(function, normed, *weights)
-        source = update if site % block == 0 else source + update
-    return cast(Tensor, update)
-
-
-def _run_delta(model: Decoder, embedding: Tensor, inputs: _Inputs) -> Tensor:
-    stream, update = embedding, torch.zeros_like(embedding)
-    last = len(inputs) - 1
-    bank = SourceBank(model.queries()[:last], embedding, heads=model.heads, eps=_EPS)
-    for site, (function, gain, weights) in enumerate(inputs):
-        if site == last:
-            return cast(Tensor, model._stream(function, stream, update, gain, *weights)[1])
-        routed = bank.site(site, update if site else embedding)
-        stream, update = model._delta(function, stream, update, routed, model.gate[site], gain, *weights)
-    raise AssertionError("the last input returns")
-
-
-def _run_reference(model: Decoder, source: Tensor, inputs: _Inputs) -> Tensor:
-    query_SHC = model.queries().unflatten(-1, (model.heads, -1))
-    values: list[Tensor] = []
-    scores: list[Tensor] = []
-    for site, (function, gain, weights) in enumerate(inputs):
-        values.append(source)
-        scores.append(model._logits(source, query_SHC))
-        mixed = model._mix([score[site] for score in scores], values) if site else source
-        source = model._normed(function, mixed, gain, *weights)
-    return source
-
-
-METHODS: dict[str, Callable[[Decoder, Tensor, _Inputs], Tensor]] = {
-    "baseline": _run_baseline,
-    "attnres": _run_routed,
-    "mhar": _run_routed,
-    "mhar-norm-apart": _run_routed_apart,
-    "block": _run_block,
-    "delta": _run_delta,
-    "mhar-reference": _run_reference,
-}
-
-
-def linear_loss(hidden_TD: Tensor, weight_VD: Tensor, target_T: Tensor) -> Tensor:
+def linear_loss(hidden_TD: Tensor, weight_VD: Tensor, target_T: Tensor, *, compiled: bool = True) -> Tensor:
     """Mean cross-entropy of ``hidden @ weight.T``, holding the logits of one chunk of tokens at a time."""
-    return cast(Tensor, _LinearLoss.apply(hidden_TD, weight_VD, target_T))  # type: ignore[no-untyped-call]
+    return cast(Tensor, _LinearLoss.apply(hidden_TD, weight_VD, target_T, compiled))  # type: ignore[no-untyped-call]
 
 
 class _LinearLoss(torch.autograd.Function):
     """Loss and both gradients chunk by chunk in the forward pass; backward scales them."""
 
     @staticmethod
-    def forward(ctx: Any, hidden_TD: Tensor, weight_VD: Tensor, target_T: Tensor) -> Tensor:
+    def forward(ctx: Any, hidden_TD: Tensor, weight_VD: Tensor, target_T: Tensor, compiled: bool) -> Tensor:
         tokens, vocabulary = hidden_TD.shape[0], weight_VD.shape[0]
         rows = max(256, _LOGIT_BYTES // (vocabulary * hidden_TD.element_size()) // 256 * 256)
         total = torch.zeros((), device=hidden_TD.device)
@@ -295,9 +217,8 @@ class _LinearLoss(torch.autograd.Function):
         weight_gradient = torch.zeros_like(weight_VD)
         for start in range(0, tokens, rows):
             chunk = hidden_TD[start : start + rows]
-            losses, logit_gradient = _loss_of_logits(
-                chunk @ weight_VD.t(), target_T[start : start + rows], 1.0 / tokens
-            )
+            loss_of = _compiled_loss_of_logits if compiled else _loss_of_logits
+            losses, logit_gradient = loss_of(chunk @ weight_VD.t(), target_T[start : start + rows], 1.0 / tokens)
             total += losses
             torch.mm(logit_gradient, weight_VD, out=hidden_gradient[start : start + rows])
             weight_gradient.addmm_(logit_gradient.t(), chunk)
@@ -305,12 +226,11 @@ class _LinearLoss(torch.autograd.Function):
         return total
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
         hidden_gradient, weight_gradient = ctx.saved_tensors
-        return hidden_gradient.mul_(gradient), weight_gradient.mul_(gradient), None
+        return hidden_gradient.mul_(gradient), weight_gradient.mul_(gradient), None, None
 
 
-@torch.compile(dynamic=False)
 def _loss_of_logits(logits: Tensor, target: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     wide = logits.float()
     top = wide.amax(-1, keepdim=True)
@@ -319,3 +239,6 @@ def _loss_of_logits(logits: Tensor, target: Tensor, scale: float) -> tuple[Tenso
     loss = (total.log() - shifted.gather(-1, target[:, None])).sum() * scale
     hot = torch.arange(logits.shape[-1], device=logits.device) == target[:, None]
     return loss, ((shifted.exp() / total - hot.float()) * scale).to(logits.dtype)
+
+
+_compiled_loss_of_logits = torch.compile(_loss_of_logits, dynamic=False)

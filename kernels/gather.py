@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from scaling.kernels.tile import head_tile, load_tile, narrow, store_tile
+from scaling.kernels.tile import head_tile, load_tile, narrow, store_tile, token_offsets
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -73,7 +73,7 @@ def _gather_kernel(
     value_ptr,  # (T, D) the source
     gradient_ptr,  # (sites, T, D) G of the sites, consecutive rows
     query_ptr,  # (S, D)
-    value_factor_ptr,  # (T,) float32
+    value_factor_ptr,  # (T,) float32, or (T, H) if PER_HEAD
     lse_ptr,  # (S, T, H) float32
     delta_ptr,  # (S, T, H) float32
     partial_ptr,  # (T, D) what later sites contributed
@@ -88,6 +88,7 @@ def _gather_kernel(
     PARTIAL: tl.constexpr,
     RADIAL: tl.constexpr,
     HAS_FACTOR: tl.constexpr,
+    PER_HEAD: tl.constexpr,
     H: tl.constexpr,
     HP: tl.constexpr,
     C: tl.constexpr,
@@ -97,26 +98,25 @@ def _gather_kernel(
 ):
     token = tl.program_id(0).to(tl.int64)
     D: tl.constexpr = H * C
-    head = tl.arange(0, HP)
-    head_mask = head < H
-    column = tl.arange(0, MAIN)
-    main = head[:, None] * C + column[None, :]
-    main_mask = head_mask[:, None] & (column[None, :] < C)
+    head, head_mask, main, main_mask, rest, rest_mask = token_offsets(H, HP, C, MAIN, REST)
     MASKED: tl.constexpr = HP != H
+    REST_MASKED: tl.constexpr = (HP != H) or (MAIN + REST != C)
     value = load_tile(value_ptr + token * D, main, main_mask, MASKED).to(tl.float32)
     if REST > 0:
-        rest_column = MAIN + tl.arange(0, REST)
-        rest = head[:, None] * C + rest_column[None, :]
-        rest_mask = head_mask[:, None] & (rest_column[None, :] < C)
-        REST_MASKED: tl.constexpr = (HP != H) or (MAIN + REST != C)
         value_rest = load_tile(value_ptr + token * D, rest, rest_mask, REST_MASKED).to(tl.float32)
     if HAS_FACTOR:
-        factor = tl.load(value_factor_ptr + token)
+        if PER_HEAD:
+            factor = tl.load(value_factor_ptr + token * H + head, mask=head_mask, other=0.0)
+        else:
+            factor = tl.load(value_factor_ptr + token)
     else:
         square = tl.sum(value * value, 1)
         if REST > 0:
             square += tl.sum(value_rest * value_rest, 1)
-        factor = 1.0 / tl.sqrt_rn(tl.sum(square, 0) / D + eps)
+        if PER_HEAD:
+            factor = 1.0 / tl.sqrt_rn(square / C + eps)
+        else:
+            factor = 1.0 / tl.sqrt_rn(tl.sum(square, 0) / D + eps)
     # The partial result is added after the loop, so that its load is in flight together with the first rows.
     result = tl.zeros([HP, MAIN], tl.float32)
     if REST > 0:
@@ -163,7 +163,10 @@ def _gather_kernel(
         if REST > 0:
             result_rest += partial_rest.to(tl.float32)
     radial = tl.where(head_mask, radial, 0.0)
-    along_value = factor * factor / D * tl.sum(radial, 0)
+    if PER_HEAD:
+        along_value = (factor * factor / C * radial)[:, None]
+    else:
+        along_value = factor * factor / D * tl.sum(radial, 0)
     store_tile(result_ptr + token * D, main, result - along_value * value, main_mask, MASKED)
     if REST > 0:
         store_tile(result_ptr + token * D, rest, result_rest - along_value * value_rest, rest_mask, REST_MASKED)
@@ -223,6 +226,7 @@ def gather(
     result_TD: Tensor,
     sites: range,
     eps: float,
+    per_head: bool = False,
 ) -> None:
     """Write one source's gradient: ``partial_TD`` plus what ``sites`` contribute, with the radial term taken off.
 
@@ -250,11 +254,8 @@ def gather(
         PARTIAL=partial_TD is not None,
         RADIAL=partial_radial_TH is not None,
         HAS_FACTOR=value_factor_T is not None,
-        H=tile.heads,
-        HP=tile.padded_heads,
-        C=tile.head_width,
-        MAIN=tile.main,
-        REST=tile.rest,
+        PER_HEAD=per_head,
+        **tile.token_sides,
         STAGES=stages,
         num_warps=warps,
     )

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from scaling.kernels.tile import dot, head_fold, head_tile, is_exact, narrow
+from scaling.kernels.tile import dot, head_fold, head_offsets, head_tile, is_exact, narrow
 
 _MAX_WHOLE_SITES = 64  # sites of one tensor-core tile; more are taken in several launches that add up
 
@@ -25,7 +25,7 @@ def _gather_group_kernel(
     value_ptr,  # (K, T, D) the sources, consecutive rows
     gradient_ptr,  # (sites, T, D) consecutive rows
     query_ptr,  # (S, D)
-    factor_ptr,  # (K, T) float32
+    factor_ptr,  # (K, T) float32, or (K, T, H) if PER_HEAD
     lse_ptr,  # (S, T, H) float32
     delta_ptr,  # (S, T, H) float32
     result_ptr,  # (K, T, D)
@@ -38,6 +38,7 @@ def _gather_group_kernel(
     row_stride,
     result_stride,
     ADD: tl.constexpr,
+    PER_HEAD: tl.constexpr,
     H: tl.constexpr,
     C: tl.constexpr,
     MAIN: tl.constexpr,
@@ -56,13 +57,11 @@ def _gather_group_kernel(
     site = tl.arange(0, SITES)
     source_mask = source < num_sources
     site_mask = site < num_sites
-    main = head * C + tl.arange(0, MAIN)
+    FACTORS: tl.constexpr = H if PER_HEAD else 1
+    main, rest, rest_mask = head_offsets(head, C, MAIN, REST)
     query_row_ptr = query_ptr + (first_site + site[:, None]) * D
     query = tl.load(query_row_ptr + main[None, :], mask=site_mask[:, None], other=0.0)
     if REST > 0:
-        rest_column = MAIN + tl.arange(0, REST)
-        rest = head * C + rest_column
-        rest_mask = (rest_column < C)[None, :]
         query_rest = tl.load(query_row_ptr + rest[None, :], mask=site_mask[:, None] & rest_mask, other=0.0)
     source_offset = source.to(tl.int64)[:, None] * row_stride
     result_offset = source.to(tl.int64)[:, None] * result_stride
@@ -73,7 +72,10 @@ def _gather_group_kernel(
         base = wide * D
         value = tl.load(value_ptr + base + source_offset + main[None, :], mask=source_mask[:, None], other=0.0)
         gradient = tl.load(gradient_ptr + base + site_offset + main[None, :], mask=site_mask[:, None], other=0.0)
-        factor = tl.load(factor_ptr + source.to(tl.int64) * num_tokens + token, mask=source_mask, other=0.0)
+        factor_row_ptr = factor_ptr + (source.to(tl.int64) * num_tokens + token) * FACTORS
+        if PER_HEAD:
+            factor_row_ptr += head
+        factor = tl.load(factor_row_ptr, mask=source_mask, other=0.0)
         lse = tl.load(lse_ptr + (score_offset + token) * H + head, mask=site_mask, other=float("inf"))
         delta = tl.load(delta_ptr + (score_offset + token) * H + head, mask=site_mask, other=0.0)
         score = dot(value, tl.trans(query), tl.zeros([SOURCES, SITES], tl.float32), EXACT)
@@ -150,14 +152,11 @@ def _query_gradient_kernel(
     site = tl.program_id(2) * SITES + tl.arange(0, SITES)
     site_mask = site < num_sites
     pair = tl.arange(0, PAIRS)
-    main = head * C + tl.arange(0, MAIN)
+    main, rest, rest_mask = head_offsets(head, C, MAIN, REST)
     first_token = split * span
     num_pairs = (tl.minimum(first_token + span, num_tokens) - first_token) * num_sources
     result = tl.zeros([SITES, MAIN], tl.float32)
     if REST > 0:
-        rest_column = MAIN + tl.arange(0, REST)
-        rest = head * C + rest_column
-        rest_mask = (rest_column < C)[None, :]
         result_rest = tl.zeros([SITES, REST], tl.float32)
     coefficient_row_ptr = coefficient_ptr + tl.cast(head // FOLD, tl.int64) * head_step + site.to(tl.int64) * site_step
     for start in tl.range(0, num_pairs, PAIRS, num_stages=STAGES):
@@ -225,10 +224,8 @@ def gather_group(
         value_KTD.stride(0),
         result_KTD.stride(0),
         ADD=add,
-        H=tile.heads,
-        C=tile.head_width,
-        MAIN=tile.main,
-        REST=tile.rest,
+        PER_HEAD=factor_KT.dim() == 3,
+        **tile.head_sides,
         SOURCES=16,
         SITES=padded,
         TOKENS=tokens,
@@ -270,11 +267,8 @@ def query_gradient(
         value_KTD.stride(0),
         *steps,
         result_PSD.stride(0),
-        H=heads * fold,
         FOLD=fold,
-        C=tile.head_width,
-        MAIN=tile.main,
-        REST=tile.rest,
+        **tile.head_sides,
         SITES=side,
         PAIRS=pairs,
         TRIANGLE=triangle,

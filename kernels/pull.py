@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from scaling.kernels.tile import head_tile, load_tile, store_tile
+from scaling.kernels.tile import head_tile, load_tile, store_tile, token_offsets
 
 
 @triton.jit(do_not_specialize=["first_row", "last_row", "write_row", "site", "num_tokens"])
@@ -22,7 +22,7 @@ def _pull_kernel(
     bank_ptr,  # (N, T, D)
     partial_ptr,  # (T, D) mix of the older sources, may be the row that is overwritten
     query_ptr,  # (S, D)
-    factor_ptr,  # (N, T) float32 RMS factors of the rows
+    factor_ptr,  # (N, T) float32 RMS factors of the rows, or (N, T, H) if PER_HEAD
     lse_ptr,  # (S, T, H) float32; holds the partial's on entry
     partial_lse_ptr,  # (T, H) float32
     output_ptr,  # (T, D)
@@ -40,6 +40,7 @@ def _pull_kernel(
     WRITE: tl.constexpr,
     PARTIAL: tl.constexpr,
     NORM: tl.constexpr,
+    PER_HEAD: tl.constexpr,
     H: tl.constexpr,
     HP: tl.constexpr,
     C: tl.constexpr,
@@ -49,17 +50,10 @@ def _pull_kernel(
 ):
     token = tl.program_id(0).to(tl.int64)
     D: tl.constexpr = H * C
-    head = tl.arange(0, HP)
-    head_mask = head < H
-    column = tl.arange(0, MAIN)
-    main = head[:, None] * C + column[None, :]
-    main_mask = head_mask[:, None] & (column[None, :] < C)
+    head, head_mask, main, main_mask, rest, rest_mask = token_offsets(H, HP, C, MAIN, REST)
     MASKED: tl.constexpr = HP != H
-    if REST > 0:
-        rest_column = MAIN + tl.arange(0, REST)
-        rest = head[:, None] * C + rest_column[None, :]
-        rest_mask = head_mask[:, None] & (rest_column[None, :] < C)
-        REST_MASKED: tl.constexpr = (HP != H) or (MAIN + REST != C)
+    REST_MASKED: tl.constexpr = (HP != H) or (MAIN + REST != C)
+    FACTORS: tl.constexpr = H if PER_HEAD else 1
     site = site.to(tl.int64)
     query_row = query_ptr + site * D
     lse_row = lse_ptr + (site * num_tokens + token) * H
@@ -82,14 +76,17 @@ def _pull_kernel(
     if REST > 0:
         mixed_rest = tl.zeros([HP, REST], tl.float32)
     row_ptr = bank_ptr + first_row.to(tl.int64) * row_stride + token * D
-    row_factor_ptr = factor_ptr + first_row.to(tl.int64) * num_tokens + token
+    row_factor_ptr = factor_ptr + (first_row.to(tl.int64) * num_tokens + token) * FACTORS
     for _ in tl.range(first_row, last_row, num_stages=STAGES):
         value = load_tile(row_ptr, main, main_mask, MASKED).to(tl.float32)
         score = tl.sum(value * query, 1)
         if REST > 0:
             value_rest = load_tile(row_ptr, rest, rest_mask, REST_MASKED).to(tl.float32)
             score += tl.sum(value_rest * query_rest, 1)
-        score *= tl.load(row_factor_ptr)
+        if PER_HEAD:
+            score *= tl.load(row_factor_ptr + head, mask=head_mask, other=0.0)
+        else:
+            score *= tl.load(row_factor_ptr)
         new_top = tl.maximum(top, score)
         keep = tl.exp(top - new_top)
         share = tl.exp(score - new_top)
@@ -99,7 +96,7 @@ def _pull_kernel(
         total = total * keep + share
         top = new_top
         row_ptr += row_stride
-        row_factor_ptr += num_tokens
+        row_factor_ptr += num_tokens * FACTORS
 
     wide = newest.to(tl.float32)
     square = tl.sum(wide * wide, 1)
@@ -108,7 +105,10 @@ def _pull_kernel(
         wide_rest = newest_rest.to(tl.float32)
         square += tl.sum(wide_rest * wide_rest, 1)
         score += tl.sum(wide_rest * query_rest, 1)
-    factor = 1.0 / tl.sqrt_rn(tl.sum(square, 0) / D + eps)
+    if PER_HEAD:
+        factor = 1.0 / tl.sqrt_rn(square / C + eps)
+    else:
+        factor = 1.0 / tl.sqrt_rn(tl.sum(square, 0) / D + eps)
     score *= factor
     new_top = tl.maximum(top, score)
     if PARTIAL:
@@ -133,7 +133,11 @@ def _pull_kernel(
         store_tile(bank_ptr + write_row * row_stride + token * D, main, newest, main_mask, MASKED)
         if REST > 0:
             store_tile(bank_ptr + write_row * row_stride + token * D, rest, newest_rest, rest_mask, REST_MASKED)
-        tl.store(factor_ptr + write_row * num_tokens + token, factor)
+        write_factor_ptr = factor_ptr + (write_row * num_tokens + token) * FACTORS
+        if PER_HEAD:
+            tl.store(write_factor_ptr + head, factor, mask=head_mask)
+        else:
+            tl.store(write_factor_ptr, factor)
 
     mixed = mixed / total[:, None]
     store_tile(output_ptr + token * D, main, mixed, main_mask, MASKED)
@@ -176,7 +180,8 @@ def pull(
     """Route one site over its newest source, bank ``rows``, and the partial result of older ones if given.
 
     Writes the source and its RMS factor into ``write_row`` (unless None), the mix into ``output_TD`` and the site's
-    row of ``lse_STH``; with a gain also ``RMSNorm(mix) * gain`` into ``normed_TD`` and its factor.
+    row of ``lse_STH``; with a gain also ``RMSNorm(mix) * gain`` into ``normed_TD`` and its factor. Factors of shape
+    (N, T, H) mean that keys are normed head by head.
     """
     num_tokens, width = source_TD.shape
     tile = head_tile(width, lse_STH.shape[-1])
@@ -204,11 +209,8 @@ def pull(
         WRITE=write_row is not None,
         PARTIAL=partial_TD is not None,
         NORM=gain_D is not None,
-        H=tile.heads,
-        HP=tile.padded_heads,
-        C=tile.head_width,
-        MAIN=tile.main,
-        REST=tile.rest,
+        PER_HEAD=factor_NT.dim() == 3,
+        **tile.token_sides,
         STAGES=stages,
         num_warps=warps,
     )

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from scaling.kernels.tile import dot, head_tile, is_exact, narrow
+from scaling.kernels.tile import dot, head_offsets, head_tile, is_exact, narrow
 
 MAX_GROUP_QUERIES = 16  # rows of the smallest tensor-core tile: more queries in a group would need a second tile
 _MAX_WHOLE_ROWS = 64  # up to here one tile holds all older sources of a token and head; beyond, tiles of this many
@@ -23,7 +23,7 @@ _MAX_WHOLE_ROWS = 64  # up to here one tile holds all older sources of a token a
 def _pull_group_kernel(
     bank_ptr,  # (N, T, D)
     query_ptr,  # (S, D)
-    factor_ptr,  # (N, T) float32
+    factor_ptr,  # (N, T) float32, or (N, T, H) if PER_HEAD
     partial_ptr,  # (num_sites, T, D), one row per site of the group
     lse_ptr,  # (num_sites, T, H) float32
     num_rows,
@@ -32,6 +32,7 @@ def _pull_group_kernel(
     num_tokens,
     row_stride,
     partial_stride,
+    PER_HEAD: tl.constexpr,
     H: tl.constexpr,
     C: tl.constexpr,
     MAIN: tl.constexpr,
@@ -50,23 +51,23 @@ def _pull_group_kernel(
     query_index = tl.arange(0, QUERIES)
     query_mask = (query_index < num_sites)[:, None]
     row = tl.arange(0, ROWS)
-    main = head * C + tl.arange(0, MAIN)
+    FACTORS: tl.constexpr = H if PER_HEAD else 1
+    main, rest, rest_mask = head_offsets(head, C, MAIN, REST)
     query_row_ptr = query_ptr + (first_site + query_index[:, None]) * D
     query = tl.load(query_row_ptr + main[None, :], mask=query_mask, other=0.0)
     if REST > 0:
-        rest_column = MAIN + tl.arange(0, REST)
-        rest = head * C + rest_column
-        rest_mask = (rest_column < C)[None, :]
         query_rest = tl.load(query_row_ptr + rest[None, :], mask=query_mask & rest_mask, other=0.0)
     row_offset = row.to(tl.int64)[:, None] * row_stride
-    factor_offset = row.to(tl.int64) * num_tokens
+    factor_offset = row.to(tl.int64) * num_tokens * FACTORS
+    if PER_HEAD:
+        factor_offset += head
     partial_offset = query_index.to(tl.int64)[:, None] * partial_stride
     for token in tl.range(first_token, last_token, num_stages=STAGES):
         base = tl.cast(token, tl.int64) * D
         if WHOLE:
             row_mask = row < num_rows
             value = tl.load(bank_ptr + base + row_offset + main[None, :], mask=row_mask[:, None], other=0.0)
-            factor = tl.load(factor_ptr + factor_offset + token, mask=row_mask, other=0.0)
+            factor = tl.load(factor_ptr + factor_offset + token * FACTORS, mask=row_mask, other=0.0)
             score = dot(query, tl.trans(value), tl.zeros([QUERIES, ROWS], tl.float32), EXACT)
             if REST > 0:
                 value_rest = tl.load(
@@ -91,9 +92,8 @@ def _pull_group_kernel(
                 row_mask = (start + row) < num_rows
                 block_ptr = bank_ptr + base + tl.cast(start, tl.int64) * row_stride
                 value = tl.load(block_ptr + row_offset + main[None, :], mask=row_mask[:, None], other=0.0)
-                factor = tl.load(
-                    factor_ptr + tl.cast(start, tl.int64) * num_tokens + factor_offset + token, mask=row_mask, other=0.0
-                )
+                start_factor_ptr = factor_ptr + (tl.cast(start, tl.int64) * num_tokens + token) * FACTORS
+                factor = tl.load(start_factor_ptr + factor_offset, mask=row_mask, other=0.0)
                 score = dot(query, tl.trans(value), tl.zeros([QUERIES, ROWS], tl.float32), EXACT)
                 if REST > 0:
                     value_rest = tl.load(
@@ -153,10 +153,8 @@ def pull_group(
         num_tokens,
         bank_NTD.stride(0),
         partial_QTD.stride(0),
-        H=tile.heads,
-        C=tile.head_width,
-        MAIN=tile.main,
-        REST=tile.rest,
+        PER_HEAD=factor_NT.dim() == 3,
+        **tile.head_sides,
         QUERIES=MAX_GROUP_QUERIES,
         ROWS=rows,
         WHOLE=whole,

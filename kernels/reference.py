@@ -51,11 +51,17 @@ def route(source_NTD: Tensor, query_D: Tensor, heads: int, eps: float) -> Tensor
     return output_TD
 
 
-def route_with_lse(source_NTD: Tensor, query_D: Tensor, heads: int, eps: float) -> tuple[Tensor, Tensor]:
-    """Return :func:`route` and the log-sum-exp ``(T, H)`` of its scores, from which every weight can be recomputed."""
+def route_with_lse(
+    source_NTD: Tensor, query_D: Tensor, heads: int, eps: float, *, per_head: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Return :func:`route` and the log-sum-exp ``(T, H)`` of its scores, from which every weight can be recomputed.
+
+    With ``per_head`` the keys are normed slice by slice.
+    """
     N, T, D = source_NTD.shape
     C = D // heads
-    key_NTD = source_NTD * rms_factor(source_NTD, eps)
+    parts = source_NTD.unflatten(-1, (heads if per_head else 1, -1))
+    key_NTD = (parts * rms_factor(parts, eps)).flatten(-2)
     score_NTH = (key_NTD * query_D.to(source_NTD.dtype)).view(N, T, heads, C).sum(-1)
     weight_NTH = score_NTH.softmax(0)
     output_TD = (weight_NTH.unsqueeze(-1) * source_NTD.view(N, T, heads, C)).sum(0).reshape(T, D)

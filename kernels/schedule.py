@@ -32,13 +32,17 @@ class Plan:
         Sublayers whose outputs are summed into one source; 1 makes every output a source.
     group
         Sites that share one read of all older rows; 1 reads them for every site.
+    readers
+        Mixes that each site makes of its sources, with a query each; more than 1 only without groups.
     """
 
     num_sites: int
     block: int
     group: int
+    readers: int = 1
 
     def __post_init__(self) -> None:
+        assert self.readers == 1 or self.group == 1
         if self.num_sites < 1 or self.block < 1 or not 1 <= self.group <= _MAX_GROUP_QUERIES - 1:
             raise KernelError(
                 f"bank with {self.num_sites} sites, blocks of {self.block}, groups of {self.group}: "
@@ -53,6 +57,8 @@ class Plan:
     @property
     def num_slots(self) -> int:
         """Rows of the bank with those for partial results and gradients."""
+        if self.readers > 1:
+            return self.num_rows + self.readers * (self.num_sites if self.block == 1 else self.block)
         return self.num_rows + (self.shift if self.block == 1 else self.block)
 
     @property
@@ -118,28 +124,26 @@ class Plan:
         return site if self.block == 1 else self.num_rows + site - self.block_sites(site).start
 
     def gradient_slot(self, site: int) -> int:
-        """Row that holds G of a site."""
+        """Row that holds G of a site, the first of as many as it has readers."""
+        if self.readers > 1:
+            local = site if self.block == 1 else site - self.block_sites(site).start
+            return self.num_rows + self.readers * local
         return site + self.shift if self.block == 1 else self.num_rows + site - self.block_sites(site).start
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
-class Ledger:
-    """What has been done to one bank, and the buffers its backward pass needs.
+class Order:
+    """How far the two passes over the sites of one bank have come, and the refusal of every other order.
 
     ``written`` counts the sites of the forward pass; the gradients of sites ``frontier`` and above are done.
     """
 
-    plan: Plan
+    num_sites: int
     written: int = 0
     frontier: int = dataclasses.field(init=False)
-    delta_STH: Tensor | None = None
-    query_gradient_PSD: Tensor | None = None
-    coefficient_KMTH: Tensor | None = None
-    partial_KTD: Tensor | None = None
-    radial_KTH: Tensor | None = None
 
     def __post_init__(self) -> None:
-        self.frontier = self.plan.num_sites
+        self.frontier = self.num_sites
 
     def enter_site(self, site: int) -> bool:
         """Admit the forward pass of a site; say whether it is a recomputation.
@@ -152,7 +156,7 @@ class Ledger:
         if site == self.written:
             self.written += 1
             return False
-        if self.written < self.plan.num_sites:
+        if self.written < self.num_sites:
             raise KernelError(
                 f"source bank: site {site} ran when site {self.written} was next; a bank serves one forward pass of "
                 "one model, sites in order; open a new bank for every forward pass and model"
@@ -173,9 +177,9 @@ class Ledger:
             If it is not the highest site whose gradient is still to come: a second backward pass, ``retain_graph``, or
             a loss that leaves out later sites.
         """
-        if self.written < self.plan.num_sites:
+        if self.written < self.num_sites:
             raise KernelError(
-                f"source bank: backward of site {site} after a forward pass of {self.written} of {self.plan.num_sites} "
+                f"source bank: backward of site {site} after a forward pass of {self.written} of {self.num_sites} "
                 "sites; run all sites before backward"
             )
         if site != self.frontier - 1:
@@ -186,21 +190,49 @@ class Ledger:
             )
         self.frontier = site
 
-    def finish(self) -> Tensor:
-        """Close the backward pass: return the queries' gradient ``(S, D)`` and drop the buffers.
+    def require_end(self) -> None:
+        """Admit the end of the backward pass.
 
         Raises
         ------
         KernelError
             If the gradient of a site is missing.
         """
-        if self.frontier or self.query_gradient_PSD is None:
+        if self.frontier:
             raise KernelError(
-                f"source bank: the queries' gradient was asked for while {self.frontier} sites had none, or twice; "
+                f"source bank: the queries' gradient was asked for while {self.frontier} sites had none; "
                 "run the forward pass again"
             )
+
+
+@dataclasses.dataclass(kw_only=True, slots=True)
+class Ledger(Order):
+    """What has been done to one bank, and the buffers its backward pass needs.
+
+    ``lse_moved`` says that a gradient came for a site's log-sum-exp, on which even a query with one source acts.
+    """
+
+    num_sites: int = dataclasses.field(init=False)
+    plan: Plan
+    lse_moved: bool = False
+    delta_STH: Tensor | None = None
+    query_gradient_PSD: Tensor | None = None
+    coefficient_KMTH: Tensor | None = None
+    partial_KTD: Tensor | None = None
+    radial_KTH: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        self.num_sites = self.frontier = self.plan.num_sites
+
+    def finish(self) -> Tensor:
+        """Close the backward pass: return the queries' gradient ``(S, D)`` and drop the buffers."""
+        self.require_end()
+        assert self.query_gradient_PSD is not None
         gradient_SD = self.query_gradient_PSD.sum(0)
-        gradient_SD[0] = 0.0  # the first site has one source: its weight is 1 whatever the query, all else is rounding
+        if (
+            not self.lse_moved
+        ):  # the first site has one source: its weight is 1 whatever the query, all else is rounding
+            gradient_SD[: self.plan.readers] = 0.0
         self.query_gradient_PSD = self.delta_STH = self.coefficient_KMTH = self.partial_KTD = self.radial_KTH = None
         return gradient_SD
 

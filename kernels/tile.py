@@ -29,6 +29,16 @@ class HeadTile:
     rest: int
     padded_heads: int
 
+    @property
+    def token_sides(self) -> dict[str, int]:
+        """Arguments of a kernel whose program holds all heads of a token."""
+        return {**self.head_sides, "HP": self.padded_heads}
+
+    @property
+    def head_sides(self) -> dict[str, int]:
+        """Arguments of a kernel whose program holds one head."""
+        return {"H": self.heads, "C": self.head_width, "MAIN": self.main, "REST": self.rest}
+
 
 def head_tile(width: int, heads: int) -> HeadTile:
     """Cut a width of ``heads`` slices into tile sides.
@@ -73,6 +83,29 @@ def narrow(value, KIND: tl.constexpr):
             bits = value.to(tl.uint32, bitcast=True)
             value = (bits + 0x7FFF + ((bits >> 16) & 1)).to(tl.float32, bitcast=True)
     return value.to(KIND)
+
+
+@triton.jit
+def token_offsets(H: tl.constexpr, HP: tl.constexpr, C: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr):
+    """Offsets and masks within a token: heads, ``(HP, MAIN)`` first columns, ``(HP, REST)`` others (unused if none)."""
+    head = tl.arange(0, HP)
+    head_mask = head < H
+    column = tl.arange(0, MAIN)
+    main = head[:, None] * C + column[None, :]
+    main_mask = head_mask[:, None] & (column[None, :] < C)
+    SIDE: tl.constexpr = REST if REST > 0 else 1
+    rest_column = MAIN + tl.arange(0, SIDE)
+    rest = head[:, None] * C + rest_column[None, :]
+    rest_mask = head_mask[:, None] & (rest_column[None, :] < C)
+    return head, head_mask, main, main_mask, rest, rest_mask
+
+
+@triton.jit
+def head_offsets(head, C: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr):
+    """Offsets of one head within a token: ``(MAIN,)`` first columns, ``(REST,)`` others and their mask."""
+    SIDE: tl.constexpr = REST if REST > 0 else 1
+    rest_column = MAIN + tl.arange(0, SIDE)
+    return head * C + tl.arange(0, MAIN), head * C + rest_column, (rest_column < C)[None, :]
 
 
 @triton.jit

@@ -101,9 +101,14 @@ class Attention(nn.Module):
         self.key_norm = RMSNorm(self.head_dim, eps=config.norm_eps) if config.qk_norm else nn.Identity()
         self.output = Linear(config.num_heads * self.head_dim, d, std=std)
 
-    def forward(self, h_BTD: Tensor, context: Context, onto_BTD: Tensor | None = None) -> Tensor:
-        """The sublayer's output; added to ``onto_BTD`` where that is given, which compiles into one kernel with it."""
-        x_BTD = self.norm(h_BTD)
+    def forward(
+        self, h_BTD: Tensor, context: Context, onto_BTD: Tensor | None = None, *, normed: bool = False
+    ) -> Tensor:
+        """The sublayer's output; added to ``onto_BTD`` where that is given, which compiles into one kernel with it.
+
+        ``normed`` says that the input has been through the sublayer's norm.
+        """
+        x_BTD = h_BTD if normed else self.norm(h_BTD)
         out_BTD = self.attend(self.query(x_BTD), self.key(x_BTD), self.value(x_BTD), context)
         return out_BTD if onto_BTD is None else onto_BTD + out_BTD
 
@@ -139,7 +144,9 @@ class SwiGLU(nn.Module):
         self.up = Linear(d, hidden, std=std)
         self.down = Linear(hidden, d, std=std)
 
-    def forward(self, h_BTD: Tensor, context: Context | None = None, onto_BTD: Tensor | None = None) -> Tensor:
-        x_BTD = self.norm(h_BTD)
+    def forward(
+        self, h_BTD: Tensor, context: Context | None = None, onto_BTD: Tensor | None = None, *, normed: bool = False
+    ) -> Tensor:
+        x_BTD = h_BTD if normed else self.norm(h_BTD)
         out_BTD: Tensor = self.down(F.silu(self.gate(x_BTD)) * self.up(x_BTD))
         return out_BTD if onto_BTD is None else onto_BTD + out_BTD

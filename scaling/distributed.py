@@ -145,6 +145,7 @@ def sublayers(transformer: nn.Module) -> Iterator[nn.Module]:
 
 def prepare(transformer: nn.Module, settings: RunSettings) -> None:
     """Add activation checkpointing and compilation to each sublayer, the unit that repeats."""
+    cast(Any, transformer).residual.recomputed = settings.activation_checkpointing != "none"
     for sublayer in sublayers(transformer):
         forward: Callable[..., Any] = sublayer.forward
         if settings.activation_checkpointing == "full":

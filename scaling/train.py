@@ -27,6 +27,7 @@ from scaling.config.tree import RunConfig
 from scaling.distributed import World, as_sharded, join
 from scaling.errors import ConfigError, MemoryShortage, ScalingError
 from scaling.evaluate import Evaluation
+from scaling.kernels import dispatch
 from scaling.lease import TTL_S, Lease
 from scaling.loop import Loop, Progress
 from scaling.meter import Diverged
@@ -297,8 +298,15 @@ class _Attempt:
                 "compute": arithmetic,
                 "micro_batch_size": str(self._rows),
                 **recorded(),
+                **{f"kernels.{operation}": choice for operation, choice in self._kernels().items()},
             },
         )
+
+    def _kernels(self) -> dict[str, str]:
+        """Which implementation runs each operation that has kernels, and why."""
+        settings = self._config.run
+        recomputed = settings.activation_checkpointing != "none"
+        return dispatch.describe(self._world.device, sharded=settings.parallel == "fsdp2", recomputed=recomputed)
 
 
 def _whole(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

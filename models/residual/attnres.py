@@ -19,8 +19,6 @@ sites.
 
 from __future__ import annotations
 
-import functools
-import logging
 from collections.abc import Mapping
 
 import torch
@@ -33,13 +31,6 @@ from scaling.models.initialisation import Constant, Normal, Rule
 from scaling.models.residual.banked import BankedState
 from scaling.models.residual.method import Inputs, Residual, State
 from scaling.models.residual.routing import depth_logits, mix, routing_weights
-
-_LOG = logging.getLogger(__name__)
-
-
-@functools.cache
-def _say_once(message: str) -> None:
-    _LOG.warning("%s", message)
 
 
 class DepthState(State):
@@ -126,9 +117,10 @@ class DepthRouting(Residual):
     def start(self, embedding_BTD: Tensor, document_BT: Tensor | None) -> State:
         if dispatch.choose("depth_routing", embedding_BTD.device).runs == "reference":
             return self.eager(embedding_BTD)
-        if self.norm_per_head or type(self).eager is not DepthRouting.eager:
-            _say_once(f"{type(self).__name__} with these options has no Triton kernels: PyTorch runs it")
-            return self.eager(embedding_BTD)
+        return self.banked(embedding_BTD)
+
+    def banked(self, embedding_BTD: Tensor) -> BankedState:
+        """The state whose sources are in a bank, which kernels read."""
         return BankedState(embedding_BTD, self)
 
     def eager(self, embedding_BTD: Tensor) -> DepthState:

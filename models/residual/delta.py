@@ -28,6 +28,7 @@ from scaling.config import residual as options
 from scaling.config.model import ModelConfig
 from scaling.models.initialisation import Constant, Rule
 from scaling.models.residual.attnres import DepthRouting, DepthState
+from scaling.models.residual.banked import BankedDelta
 from scaling.models.residual.method import Inputs
 from scaling.models.residual.routing import mix, routing_weights
 
@@ -87,6 +88,9 @@ class Delta(DepthRouting):
 
     def eager(self, embedding_BTD: Tensor) -> DepthState:
         return DeltaState(embedding_BTD, self)
+
+    def banked(self, embedding_BTD: Tensor) -> BankedDelta:
+        return BankedDelta(embedding_BTD, self)
 
     def statistics(self) -> dict[str, float]:
         gate = {} if self.gate_S is None else {"route/gate_abs_mean": float(self.gate_S.detach().abs().mean())}

@@ -30,6 +30,7 @@ from torch.nn import functional as F
 
 from scaling.config import residual as options
 from scaling.config.model import ModelConfig
+from scaling.kernels import dispatch
 from scaling.models.initialisation import Constant, Normal, Rule, Values
 from scaling.models.residual.method import Residual, State
 from scaling.models.residual.routing import widen
@@ -65,6 +66,35 @@ class HyperState(State):
         mixed_BTND = torch.matmul(mixing.transpose(-1, -2), self.streams_BTND)
         self.streams_BTND = mixed_BTND + write.unsqueeze(-1) * out_BTD.unsqueeze(2)
         self.coefficients = None
+
+
+class FusedHyperState(State):
+    """n streams behind the kernels: a site writes the last sublayer's output and reads in one step."""
+
+    def __init__(self, embedding_BTD: Tensor, method: HyperConnections) -> None:
+        self.method = method
+        self.streams = dispatch.open_hyper(embedding_BTD, method.streams)
+        self.rule = dispatch.hyper_rule(
+            kind="hc",
+            projects=method.dynamic,
+            tanh=method.tanh,
+            centred=method.norm_gain_SD is not None,
+            eps=method.eps,
+        )
+        mixing_SNM, write_SN = method.static_mixing()
+        self.static_SK = torch.cat((mixing_SNM, write_SN.unsqueeze(-1)), dim=-1).flatten(1)
+        self.out_BTD: Tensor | None = None
+
+    def read(self, site: int) -> Tensor:
+        method = self.method
+        if site == method.num_sublayers:
+            total_BTD = self.streams.step(dispatch.hyper_rule(kind="sum"), self.out_BTD)
+            return total_BTD / method.streams if method.comparison else total_BTD
+        weights = method.projections(site) if method.dynamic else {}
+        return self.streams.step(self.rule, self.out_BTD, bias_K=self.static_SK[site], **weights)
+
+    def write(self, site: int, out_BTD: Tensor) -> None:
+        self.out_BTD = out_BTD
 
 
 class HyperConnections(Residual):
@@ -114,13 +144,27 @@ class HyperConnections(Residual):
         """What the streams add to (a | A), (B, T, N, 1 + N), and to b, (B, T, N)."""
         x_BTND, width = widen(streams_BTND), streams_BTND.shape[-1:]
         if self.norm_gain_SD is not None and self.norm_bias_SD is not None:
-            normed = F.layer_norm(x_BTND, width, self.norm_gain_SD[site], self.norm_bias_SD[site], self.eps)
+            gain_D, bias_D = widen(self.norm_gain_SD[site]), widen(self.norm_bias_SD[site])
+            normed = F.layer_norm(x_BTND, width, gain_D, bias_D, self.eps)
         else:
             normed = F.rms_norm(x_BTND, width, None, self.eps)
-        projected = torch.matmul(normed, self.project_SDM[site])  # (B, T, N, N + 2)
+        projected = torch.matmul(normed, widen(self.project_SDM[site]))  # (B, T, N, N + 2)
         projected = torch.tanh(projected) if self.tanh else projected
         gates = self.gate_S2[site]
         return gates[0] * projected[..., :-1], gates[1] * projected[..., -1]
 
-    def start(self, embedding_BTD: Tensor, document_BT: Tensor | None) -> HyperState:
+    def projections(self, site: int) -> dict[str, Tensor]:
+        """The dynamic part as the kernels take it: the norm's gain and bias within the projections."""
+        phi_DM, gates = self.project_SDM[site], self.gate_S2[site]
+        scale_M = torch.cat((gates[:1].expand(self.streams + 1), gates[1:]))
+        weights = {"phi": phi_DM, "scale_K": scale_M.repeat(self.streams)}
+        if self.norm_gain_SD is None or self.norm_bias_SD is None:
+            return weights
+        gained_DM = self.norm_gain_SD[site].unsqueeze(-1) * phi_DM
+        offset_M = (self.norm_bias_SD[site].unsqueeze(-1) * phi_DM).sum(dim=0)  # no product that autocast would narrow
+        return {**weights, "phi": gained_DM, "shift_F": gained_DM.sum(dim=0), "offset_F": offset_M}
+
+    def start(self, embedding_BTD: Tensor, document_BT: Tensor | None) -> State:
+        if dispatch.choose("hyper", embedding_BTD.device).runs == "triton":
+            return FusedHyperState(embedding_BTD, self)
         return HyperState(embedding_BTD, self)

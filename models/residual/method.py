@@ -58,6 +58,8 @@ class Residual(nn.Module, ABC):
         self.num_sublayers = config.num_sublayers
         #: Whether a norm of the backbone comes between the last site and the head.
         self.final_norm = True
+        #: Whether sublayers are checkpointed, so that what they read is kept in any case.
+        self.recomputed = False
 
     @abstractmethod
     def start(self, embedding_BTD: Tensor, document_BT: Tensor | None) -> State:

@@ -23,6 +23,7 @@ from scaling.config.model import ModelConfig
 from scaling.config.residual import Mhar
 from scaling.models.initialisation import Constant, Rule
 from scaling.models.residual.attnres import DepthRouting, DepthState
+from scaling.models.residual.banked import BankedGroups
 from scaling.models.residual.method import Inputs
 from scaling.models.residual.routing import depth_logits, mix, routing_weights
 
@@ -84,6 +85,9 @@ class GroupRouting(DepthRouting):
 
     def eager(self, embedding_BTD: Tensor) -> DepthState:
         return GroupState(embedding_BTD, self)
+
+    def banked(self, embedding_BTD: Tensor) -> BankedGroups:
+        return BankedGroups(embedding_BTD, self)
 
 
 def make_mhar(config: ModelConfig, options: Mhar) -> DepthRouting:

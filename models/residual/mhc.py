@@ -30,6 +30,7 @@ from torch import Tensor, nn
 
 from scaling.config import residual as options
 from scaling.config.model import ModelConfig
+from scaling.kernels import dispatch
 from scaling.models.initialisation import Constant, Normal, Rule, Values
 from scaling.models.residual.method import Residual, State
 from scaling.models.residual.routing import widen
@@ -91,6 +92,40 @@ class MhcState(State):
         mixed_BTMD = torch.matmul(mixing_BTMM.to(self.streams_BTMD.dtype), self.streams_BTMD)
         self.streams_BTMD = mixed_BTMD + post_BTM.unsqueeze(-1) * out_BTD.unsqueeze(2)
         self.coefficients = None
+
+
+class FusedMhcState(State):
+    """m streams behind the kernels: a site writes the last sublayer's output and reads in one step."""
+
+    def __init__(self, embedding_BTD: Tensor, method: Mhc) -> None:
+        self.method, choice = method, method.choice
+        self.streams = dispatch.open_hyper(embedding_BTD, method.streams)
+        self.rule = dispatch.hyper_rule(
+            kind="mhc",
+            iterations=choice.sinkhorn_iterations,
+            rows_first=choice.order == "row_column",
+            softmax_start=choice.sinkhorn_start == "softmax",
+            transposed=choice.transpose,
+            post_scale=choice.post_scale,
+            eps=method.eps,
+        )
+        self.out_BTD: Tensor | None = None
+
+    def read(self, site: int) -> Tensor:
+        method, m = self.method, self.method.streams
+        if site < method.num_sublayers:
+            gates = method.gate_S3[site]
+            scale_K = torch.cat([gate.expand(count) for gate, count in zip(gates, (m, m, m * m), strict=True)])
+            weights = {"phi": method.project_SVK[site], "scale_K": scale_K, "bias_K": method.bias_SK[site]}
+            return self.streams.step(self.rule, self.out_BTD, **weights)
+        if method.head_project_VM is None:
+            return self.streams.step(dispatch.hyper_rule(kind="sum"), self.out_BTD)
+        assert method.head_gate is not None and method.head_bias_M is not None
+        weights = {"phi": method.head_project_VM, "scale_K": method.head_gate.expand(m), "bias_K": method.head_bias_M}
+        return self.streams.step(dispatch.hyper_rule(kind="read", eps=method.eps), self.out_BTD, **weights)
+
+    def write(self, site: int, out_BTD: Tensor) -> None:
+        self.out_BTD = out_BTD
 
 
 class Mhc(Residual):
@@ -159,4 +194,6 @@ class Mhc(Residual):
         return (weights.unsqueeze(-1) * streams_BTMD).sum(dim=2)
 
     def start(self, embedding_BTD: Tensor, document_BT: Tensor | None) -> State:
+        if dispatch.choose("hyper", embedding_BTD.device).runs == "triton":
+            return FusedMhcState(embedding_BTD, self)
         return MhcState(embedding_BTD, self)

@@ -6,8 +6,8 @@ depthwise convolutions X^(j)_t = sum_(tau < k_j) c_(j,tau) * v_(t-tau). Site s h
     o^(j) = sum_i softmax_i( w^(j)_s . (RMSNorm(X_i^(j)) * g_s) ) X_i^(j)
     a = sigma(g x phi + b),  x = RMS(vec o),    h_s = sum_j a_j o^(j)
 
-The head reads the plain sum of the block summaries. Only single-stream sources are state; here their expansions are
-kept for the backward pass, a fused kernel would make them anew. Defaults m = 4, k = 4, 8, 12, about 8 blocks.
+The head reads the plain sum of the block summaries. Only single-stream sources are state; in plain PyTorch their
+expansions are kept for the backward pass, the kernels make them anew. Defaults m = 4, k = 4, 8, 12, about 8 blocks.
 
 The paper's summary leaves open, and options decide: kernels belong to a source (default: the streams are "functions of
 the summaries", the same for all sites that read them), to all, or to a site; they start as the identity (default: with
@@ -33,7 +33,9 @@ from torch import Tensor, nn
 
 from scaling.config import residual as options
 from scaling.config.model import ModelConfig
+from scaling.kernels import dispatch
 from scaling.models.initialisation import Constant, Normal, Rule, Values
+from scaling.models.residual.banked import bank_dtype
 from scaling.models.residual.convolution import causal_convolution
 from scaling.models.residual.method import Residual, State
 from scaling.models.residual.routing import depth_logits, mix, routing_weights, widen
@@ -104,11 +106,43 @@ class MsarState(State):
 
     def write(self, site: int, out_BTD: Tensor) -> None:
         block_BTD = out_BTD if self.partial_BTD is None else self.partial_BTD + out_BTD
-        if (site + 1) % self.method.block_sublayers == 0 or site + 1 == self.method.num_sublayers:
+        if self.method.ends_block(site):
             self.partial_BTD = None
             self._add_source(block_BTD, first_site=site + 1)
         else:
             self.partial_BTD = block_BTD
+
+
+class BankedStreams(State):
+    """The newest source, the sum of the finished ones for the head, and the kernels' bank, which expands on the fly."""
+
+    def __init__(self, embedding_BTD: Tensor, document_BT: Tensor | None, method: Msar) -> None:
+        self.method = method
+        self.newest_BTD = embedding_BTD.to(bank_dtype(embedding_BTD))
+        self.total_BTD = embedding_BTD
+        self.within_block = False
+        mixer = (method.mixer_project_SVM, method.mixer_gate_S, method.mixer_bias_SM) if method.mixes else None
+        self.bank = dispatch.open_streams(
+            method.query_SMD.float() * method.gain_SGD.float(),
+            [cast(Kernels, stream).kernel_OKD for stream in method.kernels],
+            mixer,
+            self.newest_BTD,
+            document_BT,
+            block=method.block_sublayers,
+            scope=method.conv_scope,
+            eps=method.eps,
+        )
+
+    def read(self, site: int) -> Tensor:
+        if site == self.method.num_sublayers:
+            return self.total_BTD
+        return self.bank.site(site, self.newest_BTD)
+
+    def write(self, site: int, out_BTD: Tensor) -> None:
+        self.newest_BTD = self.newest_BTD + out_BTD if self.within_block else out_BTD
+        self.within_block = not self.method.ends_block(site)
+        if not self.within_block:
+            self.total_BTD = self.total_BTD + self.newest_BTD
 
 
 class Msar(Residual):
@@ -164,5 +198,11 @@ class Msar(Residual):
         weights_BTM = torch.sigmoid(self.mixer_gate_S[site] * projected_BTM + self.mixer_bias_SM[site])
         return mix(weights_BTM.permute(2, 0, 1).unsqueeze(-1), retrieved_BTD)
 
+    def ends_block(self, site: int) -> bool:
+        """Whether sublayer ``site`` is the last of its block."""
+        return (site + 1) % self.block_sublayers == 0 or site + 1 == self.num_sublayers
+
     def start(self, embedding_BTD: Tensor, document_BT: Tensor | None) -> State:
+        if dispatch.choose("streams", embedding_BTD.device).runs == "triton":
+            return BankedStreams(embedding_BTD, document_BT, self)
         return MsarState(embedding_BTD, document_BT, self)

@@ -16,11 +16,17 @@ Shapes = Annotated[
 
 
 @app.command(epilog="Example: scaling bench kernels --shape d1024 --json")
-def kernels(shape: Shapes = None, as_json: Json = False) -> None:
-    """Time every routing kernel against the bytes it must move and the copy rate of this run."""
+def kernels(
+    shape: Shapes = None,
+    operation: Annotated[
+        list[str] | None, typer.Option(help="Only kernels whose name begins so: pull, streams, mhc, ...")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Time the kernels against the bytes they must move and the copy rate of this run."""
     from scaling.kernels.benchmark import bench_kernels
 
-    result = bench_kernels(shapes=shape)
+    result = bench_kernels(shapes=shape, operations=operation)
     _print(result, ("operation", "shape", "pass", "ms", "bytes", "ceiling_share"), as_json)
 
 
@@ -29,6 +35,10 @@ def train(
     shape: Shapes = None,
     vocabulary: Annotated[list[int] | None, typer.Option(help="Vocabulary sizes; default 32768 and 151936.")] = None,
     method: Annotated[list[str] | None, typer.Option(help="Methods beside the baseline; default: all.")] = None,
+    implementation: Annotated[
+        list[str] | None,
+        typer.Option(help="kernels, compiled or eager (PyTorch), fla, liger (if installed). Default: kernels."),
+    ] = None,
     repeats: Annotated[int, typer.Option(min=3, help="Timed steps of each kind.")] = 10,
     as_json: Json = False,
 ) -> None:
@@ -36,8 +46,15 @@ def train(
     from scaling.kernels.benchmark import bench_train
     from scaling.kernels.decoder import VOCABULARIES
 
-    result = bench_train(shapes=shape, vocabularies=vocabulary or VOCABULARIES, methods=method, repeats=repeats)
-    _print(result, ("shape", "vocabulary", "method", "pass", "launch", "ms", "ratio", "peak_ratio"), as_json)
+    result = bench_train(
+        shapes=shape,
+        vocabularies=vocabulary or VOCABULARIES,
+        methods=method,
+        implementations=implementation or ("kernels",),
+        repeats=repeats,
+    )
+    columns = ("shape", "vocabulary", "method", "implementation", "pass", "launch", "ms", "ratio", "peak_ratio")
+    _print(result, columns, as_json)
 
 
 def _print(result: dict[str, Any], columns: tuple[str, ...], as_json: bool) -> None:

@@ -18,6 +18,7 @@ from scaling.checkpoint import load_weights
 from scaling.config.tree import RunConfig
 from scaling.errors import CheckpointError, ConfigError, DataError, MemoryShortage, RecordError
 from scaling.identity import run_key
+from scaling.kernels import dispatch
 from scaling.loop import Loop, Progress
 from scaling.record import RunFolder
 from scaling.resolve import resolve
@@ -98,6 +99,9 @@ def test_a_run_leaves_what_the_folder_promises(store: Path, tmp_path: Path, make
     assert end.details["schedule_finished"] and len(end.details["eval_fingerprint"]) == 16
     vals = [p.metrics["val/loss"] for p in points if "val/loss" in p.metrics]
     assert end.final["val/loss_tail"] == pytest.approx(np.mean(vals), abs=1e-12)
+    (attempt,) = folder.attempts()
+    kernels = {f"kernels.{operation}": choice for operation, choice in dispatch.describe().items()}
+    assert kernels.items() <= attempt.environment.items(), "which implementations ran, and why"
     stored = np.load(folder.path / "evaluations" / "step-00000012.npz", allow_pickle=False)
     assert stored["sequence_loss"].shape == (12,)
     mean = stored["sequence_loss"].sum() / stored["sequence_tokens"].sum()

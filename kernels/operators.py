@@ -1,0 +1,282 @@
+"""The source bank's operators: forward, fake and backward functions that eager mode, compile and CUDA graphs all run.
+
+Between the kernels and :mod:`scaling.kernels.bank`, which calls them. What ties the operators of one forward pass
+together is a one-element *token*: each takes the token of the one before and returns a new one, so that both passes run
+in order under any graph transformation, and the token's gradient carries that order backwards. The bank's rows, factors
+and log-sum-exps are storage behind the token: the operators fill them in place, and nothing else may read them. They
+are not declared as mutated, because a functionalising compiler would then copy the whole bank at every site; the token
+chain, which has no other consumers, is what makes this safe.
+
+The backward operator of site s receives ``G_s`` and returns the gradient of the newest source of s, which is complete
+by then (:mod:`scaling.kernels.gather`). Rows are named by site, so that recomputing a site writes the same row again.
+
+Shape legend: N rows, S sites, R readers, T tokens, D width, H heads, P splits of the sum over tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from scaling.errors import KernelError
+from scaling.kernels.backward import BackwardStep
+from scaling.kernels.gather import receive
+from scaling.kernels.pull import pull
+from scaling.kernels.pull_group import pull_group
+from scaling.kernels.schedule import Ledger, Plan
+from scaling.kernels.tile import head_fold
+
+_PROGRAMS = 528  # programs of the query gradient: four for each of an H200's 132 multiprocessors
+
+# A bank's ledger lives as long as its storage; the address names it because compiled graphs pass tensors alone.
+_ledgers: dict[tuple[torch.device, int], tuple[StorageWeakRef, Ledger]] = {}
+
+
+@torch.library.custom_op(
+    "isoloss::bank_open",
+    mutates_args=(),
+    schema="(Tensor source, Tensor query, int heads, int block, int group, int readers, bool per_head) "
+    "-> (Tensor, Tensor, Tensor, Tensor)",
+)
+def _open(
+    source: Tensor, query: Tensor, heads: int, block: int, group: int, readers: int, per_head: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    plan = Plan(num_sites=query.shape[0] // readers, block=block, group=group, readers=readers)
+    tensors: tuple[Tensor, Tensor, Tensor, Tensor] = _open_fake(source, query, heads, block, group, readers, per_head)
+    tensors[3].copy_(query)
+    for key in [key for key, (storage, _) in _ledgers.items() if storage.expired()]:
+        del _ledgers[key]
+    bank = tensors[0]
+    _ledgers[bank.device, bank.data_ptr()] = (StorageWeakRef(bank.untyped_storage()), Ledger(plan=plan))
+    return tensors
+
+
+@_open.register_fake
+def _open_fake(
+    source: Tensor, query: Tensor, heads: int, block: int, group: int, readers: int, per_head: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    plan = Plan(num_sites=query.shape[0] // readers, block=block, group=group, readers=readers)
+    tokens, width = source.shape
+    factors = (plan.num_rows, tokens, heads) if per_head else (plan.num_rows, tokens)
+    return (
+        source.new_empty((plan.num_slots, tokens, width)),
+        source.new_empty(factors, dtype=torch.float32),
+        source.new_empty((query.shape[0], tokens, heads), dtype=torch.float32),
+        source.new_empty(query.shape),
+    )
+
+
+@torch.library.custom_op("isoloss::bank_begin", mutates_args=(), schema="(Tensor query, Tensor bank) -> Tensor")
+def _begin(query: Tensor, bank: Tensor) -> Tensor:
+    return query.new_zeros(1, dtype=torch.float32)
+
+
+@_begin.register_fake
+def _begin_fake(query: Tensor, bank: Tensor) -> Tensor:
+    return query.new_empty(1, dtype=torch.float32)
+
+
+@torch.library.custom_op(
+    "isoloss::bank_finish", mutates_args=(), schema="(Tensor token_gradient, Tensor bank, int queries) -> Tensor"
+)
+def _finish(token_gradient: Tensor, bank: Tensor, queries: int) -> Tensor:
+    return _ledger(bank).finish()
+
+
+@_finish.register_fake
+def _finish_fake(token_gradient: Tensor, bank: Tensor, queries: int) -> Tensor:
+    return bank.new_empty((queries, bank.shape[-1]), dtype=torch.float32)
+
+
+def _begin_setup(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+    query, bank = inputs
+    ctx.save_for_backward(bank)
+    ctx.queries, ctx.dtype = query.shape[0], query.dtype
+
+
+def _begin_backward(ctx: Any, token_gradient: Tensor) -> tuple[Tensor, None]:
+    (bank,) = ctx.saved_tensors
+    return torch.ops.isoloss.bank_finish(token_gradient, bank, ctx.queries).to(ctx.dtype), None
+
+
+_begin.register_autograd(_begin_backward, setup_context=_begin_setup)
+
+
+@torch.library.custom_op(
+    "isoloss::bank_site",
+    mutates_args=(),
+    schema="(Tensor token, Tensor source, Tensor bank, Tensor factor, Tensor lse, Tensor query, Tensor? gain, "
+    "int site, int readers, bool silent, bool with_lse, float eps, float norm_eps) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+def _site(
+    token: Tensor, source: Tensor, bank: Tensor, factor: Tensor, lse: Tensor, query: Tensor, gain: Tensor | None,
+    site: int, readers: int, silent: bool, with_lse: bool, eps: float, norm_eps: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    ledger = _ledger(bank)
+    plan = ledger.plan
+    again = ledger.enter_site(site)
+    source = source.contiguous()
+    results: tuple[Tensor, Tensor, Tensor, Tensor, Tensor] = _site_fake(
+        token, source, bank, factor, lse, query, gain, site, readers, silent, with_lse, eps, norm_eps
+    )
+    _, output, normed, output_factor, site_lse = results
+    group = plan.forward_group(site)
+    older = plan.rows_before(group.start)
+    partial = partial_lse = None
+    if older and len(group) > 1:
+        if again:  # the group's partial results are gone; this site's is computed alone, row by row the same
+            partial, partial_lse = torch.empty_like(source), torch.empty_like(lse[0])
+            target, target_lse, sites = partial[None], partial_lse[None], range(site, site + 1)
+        else:
+            slot = plan.partial_slot(group.start)
+            target, target_lse, sites = bank[slot : slot + len(group)], lse[group.start : group.stop], group
+            partial, partial_lse = bank[plan.partial_slot(site)], lse[site]
+        if (again and not silent) or site == group.start:
+            pull_group(
+                bank_NTD=bank, factor_NT=factor, query_SD=query, partial_QTD=target, lse_QTH=target_lse,
+                num_rows=older, sites=sites,
+            )  # fmt: skip
+    row = plan.write_row(site)
+    if silent:
+        # Written behind autograd's back, as by the kernels: .data has a version counter of its own.
+        lse.data[site * readers : (site + 1) * readers] = torch.inf  # weights of 0 in the backward pass
+        if row is not None:
+            bank.data[row] = source
+            parts = source.view(*source.shape[:-1], *factor.shape[2:], -1).float()
+            factor.data[row] = (parts.square().mean(-1) + eps).rsqrt()
+        return results
+    for reader in range(readers):
+        pull(
+            source_TD=source,
+            bank_NTD=bank,
+            factor_NT=factor,
+            query_SD=query,
+            lse_STH=lse,
+            output_TD=output if readers == 1 else output[reader],
+            gain_D=gain,
+            normed_TD=normed,
+            output_factor_T=output_factor,
+            partial_TD=partial,
+            partial_lse_TH=partial_lse,
+            rows=range(older if partial is not None else 0, plan.rows_before(site)),
+            write_row=row if reader == 0 else None,
+            site=site * readers + reader,
+            eps=eps,
+            output_eps=norm_eps,
+        )
+    if with_lse:
+        site_lse.copy_(lse[site])
+    return results
+
+
+@_site.register_fake
+def _site_fake(
+    token: Tensor, source: Tensor, bank: Tensor, factor: Tensor, lse: Tensor, query: Tensor, gain: Tensor | None,
+    site: int, readers: int, silent: bool, with_lse: bool, eps: float, norm_eps: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    tokens, width = source.shape
+    shape = (0,) if silent else (tokens, width) if readers == 1 else (readers, tokens, width)
+    return (
+        torch.empty_like(token),
+        source.new_empty(shape),
+        source.new_empty((0,) if gain is None else (tokens, width)),
+        source.new_empty(0 if gain is None else tokens, dtype=torch.float32),
+        lse.new_empty(lse.shape[1:] if with_lse else (0,)),
+    )
+
+
+@torch.library.custom_op(
+    "isoloss::bank_site_backward",
+    mutates_args=(),
+    schema="(Tensor token_gradient, Tensor incoming, Tensor? lse_gradient, Tensor output, Tensor output_factor, "
+    "Tensor? source, Tensor bank, Tensor factor, Tensor lse, Tensor query, Tensor? gain, int site, int readers, "
+    "bool silent, float eps) -> (Tensor, Tensor, Tensor)",
+)
+def _site_backward(
+    token_gradient: Tensor, incoming: Tensor, lse_gradient: Tensor | None, output: Tensor, output_factor: Tensor,
+    source: Tensor | None, bank: Tensor, factor: Tensor, lse: Tensor, query: Tensor, gain: Tensor | None,
+    site: int, readers: int, silent: bool, eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    ledger = _ledger(bank)
+    ledger.enter_backward(site)
+    if ledger.delta_STH is None or ledger.query_gradient_PSD is None:
+        heads = lse.shape[-1]
+        splits = max(1, min(_PROGRAMS // (heads * head_fold(bank.shape[-1] // heads)), -(-bank.shape[1] // 64)))
+        ledger.delta_STH = torch.empty_like(lse)
+        ledger.query_gradient_PSD = lse.new_zeros((splits, *query.shape))
+    slot = ledger.plan.gradient_slot(site)
+    gain_gradient = None
+    if silent:
+        bank.data[slot : slot + readers] = 0.0
+        ledger.delta_STH[site * readers : (site + 1) * readers] = 0.0
+    else:
+        incoming = incoming.contiguous()
+        for reader in range(readers):
+            gain_gradient = receive(
+                incoming_TD=incoming if readers == 1 else incoming[reader],
+                output_TD=output if readers == 1 else output[reader],
+                output_factor_T=output_factor,
+                gradient_TD=bank[slot + reader],
+                delta_TH=ledger.delta_STH[site * readers + reader],
+                gain_D=gain,
+            )
+    if lse_gradient is not None:  # dz = p (<G, v> - delta + dLSE)
+        ledger.delta_STH[site] -= lse_gradient
+        ledger.lse_moved = True
+    result = torch.empty_like(bank[0])
+    step = BackwardStep(ledger, bank, factor, lse, query, eps)
+    if ledger.plan.block == 1:
+        step.full(site, result)
+    else:
+        step.block(site, source, result)
+    if gain_gradient is None:
+        gain_gradient = token_gradient.new_empty(0)
+    return torch.empty_like(token_gradient), result, gain_gradient
+
+
+@_site_backward.register_fake
+def _site_backward_fake(
+    token_gradient: Tensor, incoming: Tensor, lse_gradient: Tensor | None, output: Tensor, output_factor: Tensor,
+    source: Tensor | None, bank: Tensor, factor: Tensor, lse: Tensor, query: Tensor, gain: Tensor | None,
+    site: int, readers: int, silent: bool, eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    gain_gradient = token_gradient.new_empty(0 if gain is None else gain.shape[0], dtype=torch.float32)
+    return torch.empty_like(token_gradient), bank.new_empty(bank.shape[1:]), gain_gradient
+
+
+def _site_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    _, source, bank, factor, lse, query, gain, site, readers, silent, with_lse, eps, _ = inputs
+    _, mixed, _, mixed_factor, _ = output
+    # With blocks of 1 the source itself stays in its bank row; fewer rows than sites means larger blocks, and of a
+    # single site it cannot be told.
+    sites = query.shape[0] // readers
+    kept = source if factor.shape[0] < sites or sites == 1 else None
+    ctx.save_for_backward(mixed, mixed_factor, kept, bank, factor, lse, query, gain)
+    ctx.site, ctx.readers, ctx.silent, ctx.with_lse, ctx.eps = site, readers, silent, with_lse, eps
+    ctx.gain_dtype = None if gain is None else gain.dtype
+
+
+def _site_backward_formula(
+    ctx: Any, token_gradient: Tensor, mixed_gradient: Tensor, normed_gradient: Tensor, _: Tensor, lse_gradient: Tensor
+) -> tuple[Tensor | None, ...]:
+    incoming = mixed_gradient if ctx.gain_dtype is None else normed_gradient
+    token, source, gain = torch.ops.isoloss.bank_site_backward(
+        token_gradient, incoming, lse_gradient if ctx.with_lse else None, *ctx.saved_tensors, ctx.site, ctx.readers,
+        ctx.silent, ctx.eps,
+    )  # fmt: skip
+    gain_gradient = None if ctx.gain_dtype is None else gain.to(ctx.gain_dtype)
+    return token, source, None, None, None, None, gain_gradient, None, None, None, None, None, None
+
+
+_site.register_autograd(_site_backward_formula, setup_context=_site_setup)
+
+
+def _ledger(bank: Tensor) -> Ledger:
+    entry = _ledgers.get((bank.device, bank.data_ptr()))
+    if entry is None or entry[0].expired():
+        raise KernelError("source bank: unknown bank; open it with SourceBank in the same process before routing")
+    return entry[1]

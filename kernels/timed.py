@@ -1,0 +1,211 @@
+"""The calls that ``scaling bench kernels`` times, at the geometry of a benchmark shape, with the bytes each must move.
+
+Between the kernels and :mod:`scaling.kernels.benchmark`. Bytes count every tensor once; what the streams' kernels read
+again for each tap comes from cache and is not counted, so that their share of the copy rate also shows arithmetic.
+
+Shape legend: N rows, S sites, T tokens, D width, H heads, K sources of a group, M streams.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+
+from scaling.kernels.decoder import Shape
+from scaling.kernels.gather import gather, receive
+from scaling.kernels.gather_group import gather_group, query_gradient
+from scaling.kernels.hyper import Rule
+from scaling.kernels.hyper_backward import step_gradients
+from scaling.kernels.hyper_forward import step
+from scaling.kernels.hyper_phi import phi_gradient
+from scaling.kernels.pull import pull
+from scaling.kernels.pull_group import pull_group
+from scaling.kernels.stream_contract import contract, settle
+from scaling.kernels.stream_mix import blend, measure
+from scaling.kernels.stream_spread import num_splits, spread
+from scaling.kernels.streams import Site, Streams, score, segments
+
+_HEADS = 8
+_GROUP = 8
+_STREAMS = 4
+_TAPS = (1, 4, 8, 12)  # msar's default
+_SOURCES = 9  # at the last sites of eight blocks
+
+Case = tuple[str, str, int, Callable[[], Any]]
+
+
+def cases(shape: Shape, device: str = "cuda") -> Iterator[Case]:
+    """(operation, pass, bytes that must move, call) of every kernel."""
+    yield from _routing(shape, device)
+    yield from _streams(shape, device)
+    yield from _hyper(shape, device)
+
+
+def _routing(shape: Shape, device: str) -> Iterator[Case]:
+    """Single-stream routing; calls walk through the bank to defeat the L2."""
+    D, T, N = shape.width, shape.batch * shape.time, 2 * shape.layers + 1
+    kind: dict[str, Any] = {"device": device, "dtype": torch.bfloat16}
+    bank_NTD = torch.randn(N + 1, T, D, **kind)
+    query_SD = (torch.randn(N, D, device=device) * 0.1).bfloat16()
+    factor_NT = torch.rand(N + 1, T, device=device) + 0.5
+    lse_STH = torch.randn(N, T, _HEADS, device=device) + 3
+    delta_STH = torch.randn(N, T, _HEADS, device=device)
+    source_TD, output_TD, normed_TD = torch.randn(T, D, **kind), torch.empty(T, D, **kind), torch.empty(T, D, **kind)
+    gain_D, scale_T = torch.rand(D, **kind), torch.rand(T, device=device)
+    partial_KTD, radial_KTH = torch.randn(_GROUP, T, D, **kind), torch.randn(_GROUP, T, _HEADS, device=device)
+    row, turn = T * D * 2, 0
+
+    def first(length: int) -> int:
+        nonlocal turn
+        turn += 1
+        return turn * length % (N - length)
+
+    def run_pull(rows: int) -> None:
+        start = first(rows)
+        pull(
+            source_TD=source_TD, bank_NTD=bank_NTD, factor_NT=factor_NT, query_SD=query_SD, lse_STH=lse_STH,
+            output_TD=output_TD, gain_D=gain_D, normed_TD=normed_TD, output_factor_T=scale_T,
+            partial_TD=partial_KTD[0], partial_lse_TH=lse_STH[1], rows=range(start, start + rows), write_row=N,
+            site=3, eps=1e-6, output_eps=1e-6,
+        )  # fmt: skip
+
+    def run_gather(sites: int) -> None:
+        start = first(sites)
+        gather(
+            value_TD=source_TD, value_factor_T=factor_NT[0], gradient_MTD=bank_NTD[start : start + sites],
+            query_SD=query_SD, lse_STH=lse_STH, delta_STH=delta_STH, partial_TD=partial_KTD[0],
+            partial_radial_TH=radial_KTH[0], coefficient_MTH=coefficient_MTH[:sites], result_TD=output_TD,
+            sites=range(start, start + sites), eps=1e-6,
+        )  # fmt: skip
+
+    def run_receive() -> None:
+        receive(
+            incoming_TD=source_TD, output_TD=bank_NTD[first(1)], output_factor_T=scale_T, gradient_TD=bank_NTD[N],
+            delta_TH=delta_STH[0], gain_D=gain_D,
+        )  # fmt: skip
+
+    coefficient_MTH = torch.empty(_GROUP, T, _HEADS, **kind)
+    for rows in (0, 4, N // 2):
+        yield f"pull over {rows} rows", "forward", (rows + 5) * row, partial(run_pull, rows)
+    for rows in (_GROUP, (N - 1) // _GROUP * _GROUP - _GROUP):
+        call = partial(
+            pull_group, bank_NTD=bank_NTD, factor_NT=factor_NT, query_SD=query_SD, partial_QTD=partial_KTD,
+            lse_QTH=lse_STH[:_GROUP], num_rows=rows, sites=range(_GROUP, 2 * _GROUP),
+        )  # fmt: skip
+        yield f"pull_group of {_GROUP} over {rows} rows", "forward", (rows + _GROUP) * row, call
+    yield "receive", "backward", 3 * row, run_receive
+    for sites in (1, 4):
+        yield f"gather of {sites} sites", "backward", (sites + 3) * row, partial(run_gather, sites)
+    for sites in (_GROUP, N - _GROUP - 1):
+        coefficient_THMK = torch.empty(T, _HEADS, sites, _GROUP, **kind)
+        call = partial(
+            gather_group, value_KTD=bank_NTD[:_GROUP], factor_KT=factor_NT[:_GROUP],
+            gradient_MTD=bank_NTD[N - sites : N], query_SD=query_SD, lse_STH=lse_STH, delta_STH=delta_STH,
+            result_KTD=partial_KTD, radial_KTH=radial_KTH, coefficient_THMK=coefficient_THMK,
+            sites=range(N - sites, N), add=False,
+        )  # fmt: skip
+        moved = (sites + 2 * _GROUP) * row + coefficient_THMK.nbytes
+        yield f"gather_group of {_GROUP} from {sites} sites", "backward", moved, call
+        call = partial(
+            query_gradient, coefficient=coefficient_THMK, steps=coefficient_THMK.stride(),
+            value_KTD=bank_NTD[:_GROUP], result_PSD=torch.zeros(66, N, D, device=device), sites=range(N - sites, N),
+            heads=_HEADS,
+        )  # fmt: skip
+        yield f"query_gradient of {sites} sites", "backward", _GROUP * row + coefficient_THMK.nbytes, call
+
+
+def _streams(shape: Shape, device: str) -> Iterator[Case]:
+    """Multi-stream routing at a site that reads eight finished blocks and a running sum, and a block's gradients."""
+    D, T, M, N = shape.width, shape.batch * shape.time, _STREAMS, _SOURCES
+    row, block = T * D * 2, max(1, 2 * shape.layers // 8)
+    wide: dict[str, Any] = {"device": device}
+    bank = torch.randn(N + 2 * block, T, D, device=device, dtype=torch.bfloat16)
+    starts = [sum(_TAPS[:j]) for j in range(M)]
+    table = torch.tensor([starts, list(_TAPS)], dtype=torch.int32, **wide)
+    streams = Streams(
+        bank_NTD=bank,
+        tap_QKD=torch.randn(N, sum(_TAPS), D, **wide),
+        segment_T=segments(None, shape.batch, shape.time, torch.device(device)),
+        table_2M=table,
+        eps=1e-6,
+    )
+    key_SMD, phi_SVM = torch.randn(block, M, D, **wide) * 0.05, torch.randn(block, M * D, M, **wide) * 0.02
+    base_S = torch.arange(0, N * (block + 1), N, dtype=torch.int32, **wide)
+    score_PMT = torch.randn(N * block, M, T, **wide)
+    lse_SMT = score_PMT.view(block, N, M, T).logsumexp(1)
+    reads = Site(num_sources=N, last_row=N - 1, first_owner=0, owner_step=1)
+    scores, lse, phi = score_PMT[:N], lse_SMT[0], phi_SVM[0]
+    gates, output = torch.rand(M, T, **wide), torch.empty_like(bank[0])
+    kept = torch.rand(M + 1, T, **wide)
+    scalar_LWT = torch.randn(block, 2 * M + 1 + 2 * N * M, T, **wide)
+    source_gradient = torch.zeros(N, T, D, **wide)
+    tap_gradient = torch.zeros(num_splits(T, D), N, sum(_TAPS), D, **wide)
+    common = {"score_NMT": scores, "lse_MT": lse}
+    pairs = N * M * T * 4
+    yield (
+        f"streams score for {block} sites", "forward", row + block * M * T * 4,
+        partial(
+            score, streams, key_SMD=key_SMD, base_S=base_S, score_PMT=score_PMT, bank_row=1, source_row=1, owner=1,
+            sites=range(block),
+        ),
+    )  # fmt: skip
+    yield f"streams measure {N}", "forward", N * row + pairs, partial(measure, streams, reads, phi_VM=phi, **common)
+    call: Callable[[], Any] = partial(blend, streams, reads, gate_MT=gates, output_TD=output, **common)
+    yield f"streams blend {N}", "forward", (N + 1) * row + pairs, call
+    gradient_TD = bank[N]
+    call = partial(contract, streams, reads, gradient_TD=gradient_TD, phi_VM=phi, **common)
+    stat: torch.Tensor = call()
+    yield f"streams contract {N}", "backward", (N + 1) * row + pairs + stat.nbytes, call
+    call = partial(
+        settle, stat, kept=kept, scale=kept[0, :1], bias_M=kept[:, 0].contiguous(), scalar_WT=scalar_LWT[0],
+        max_sources=N, width=D, eps=1e-6, **common,
+    )  # fmt: skip
+    yield f"streams settle {N}", "backward", stat.nbytes + 4 * pairs, call
+    for last in (True, False):
+        finished = Site(
+            num_sources=N if last else N - 1, last_row=N - 1 if last else N - 2, first_owner=0, owner_step=1
+        )
+        call = partial(
+            spread, streams, finished, sites=range(1 if last else block), gradient_LTD=bank[N:],
+            later_LTD=bank[N + block :], later_from=1, later_owner=N - 1, key_SMD=key_SMD, phi_SVM=phi_SVM,
+            base_S=base_S, score_PMT=score_PMT, lse_SMT=lse_SMT, scalar_LWT=scalar_LWT, max_sources=N,
+            max_taps=max(_TAPS), result=output if last else source_gradient, tap_gradient_GQKD=tap_gradient, last=last,
+        )  # fmt: skip
+        moved = (N + 2) * row if last else (N - 1) * 5 * row + (2 * block - 1) * row
+        yield f"streams spread {'newest' if last else 'finished'}", "backward", moved, call
+
+
+def _hyper(shape: Shape, device: str) -> Iterator[Case]:
+    """One step of mHC and of dynamic hyper-connections."""
+    D, T, M = shape.width, shape.batch * shape.time, _STREAMS
+    row, K = T * D * 2, M * (M + 2)
+    kind: dict[str, Any] = {"device": device, "dtype": torch.bfloat16}
+    wide: dict[str, Any] = {"device": device}
+    stream, out, out_gradient, result = (torch.randn(T, M, D, **kind) for _ in range(4))
+    update, read, read_gradient, update_gradient = (torch.randn(T, D, **kind) for _ in range(4))
+    post, mix = torch.rand(T, M, **wide), torch.rand(T, M, M, **wide) / M
+    new_post, new_mix, projected = torch.empty_like(post), torch.empty_like(mix), torch.randn(T, K, **wide)
+    scale, bias, logit_gradient = torch.rand(K, **wide), torch.rand(K, **wide), torch.empty(T, K, **wide)
+    for name, rule in (("mhc", Rule(kind="mhc", iterations=20)), ("hc", Rule(kind="hc", tanh=True, centred=True))):
+        fields = M + 2 if name == "hc" else K
+        phi = torch.randn(D if name == "hc" else M * D, fields, **wide) * 0.02
+        zeros, factor = torch.zeros(fields, **wide), torch.rand(2, T, rule.factors(M), **wide)
+        common = {
+            "stream_TMD": stream, "update_TD": update, "post_TM": post, "mix_TMM": mix, "phi": phi, "shift_F": zeros,
+            "offset_F": zeros, "scale_K": scale, "bias_K": bias, "out_TMD": out, "projected_TK": projected,
+            "factor": factor,
+        }  # fmt: skip
+        call: Callable[[], Any] = partial(step, rule, read_TD=read, new_post_TM=new_post, new_mix_TMM=new_mix, **common)
+        yield f"{name} step", "forward", (2 * M + 2) * row, call
+        call = partial(
+            step_gradients, rule, out_gradient_TMD=out_gradient, read_gradient_TD=read_gradient,
+            new_post_gradient_TM=post, new_mix_gradient_TMM=mix, stream_gradient_TMD=result,
+            update_gradient_TD=update_gradient, post_gradient_TM=new_post, mix_gradient_TMM=new_mix,
+            logit_gradient_TK=logit_gradient, **common,
+        )  # fmt: skip
+        yield f"{name} step", "backward", (4 * M + 3) * row, call
+        call = partial(phi_gradient, rule, out_TMD=out, outer_TK=logit_gradient, fields=fields, exact=False)
+        yield f"{name} projections", "backward", M * row + logit_gradient.nbytes, call

@@ -1,0 +1,241 @@
+"""Multi-stream routing against float64: outputs and every gradient, shapes, scopes, documents, misuse.
+
+The truth is written out below with the model's convolution; memory is poisoned with NaN (conftest).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from scaling.errors import KernelError
+from scaling.kernels import stream_ledger
+from scaling.kernels.reference import rms_factor
+from scaling.kernels.stream_bank import StreamBank
+from scaling.kernels.stream_ledger import Scope
+from scaling.models.residual.convolution import causal_convolution
+
+EPS = 1e-6
+TOLERANCE = 3e-6  # float32, maximal error relative to the largest value
+
+Mixer = tuple[Tensor, Tensor, Tensor] | None
+
+
+def route(
+    key_SMD: Tensor, kernels: list[Tensor], mixer: Mixer, sources: list[Tensor], document: Tensor | None,
+    *, block: int, scope: Scope,
+) -> list[Tensor]:  # fmt: skip
+    """Every site's output by the definition, in the dtype given."""
+    outputs: list[Tensor] = []
+    finished: list[Tensor] = []
+    streams = key_SMD.shape[1]
+    for site, source in enumerate(sources):
+        seen = [*finished, source]
+        if site % block == 0:
+            finished.append(source)
+        mixed = []
+        for j in range(streams):
+            index = j - (streams - len(kernels))
+            expanded = []
+            for i, value in enumerate(seen):
+                owner = {"source": i, "global": 0, "site": site}[scope]
+                kernel = None if index < 0 else kernels[index][owner]
+                expanded.append(value if kernel is None else causal_convolution(value, kernel, document))
+            x = torch.stack(expanded)
+            weights = (x * rms_factor(x, EPS) * key_SMD[site, j]).sum(-1, keepdim=True).softmax(0)
+            mixed.append((weights * x).sum(0))
+        if mixer is None:
+            outputs.append(torch.stack(mixed).mean(0))
+            continue
+        phi_SVM, scale_S, bias_SM = mixer
+        flat = torch.cat(mixed, -1)
+        gates = torch.sigmoid(scale_S[site] * ((flat * rms_factor(flat, EPS)) @ phi_SVM[site]) + bias_SM[site])
+        outputs.append((gates.unsqueeze(-2) * torch.stack(mixed, -1)).sum(-1))
+    return outputs
+
+
+def draw(
+    *, tokens: int, batch: int, width: int, sites: int, streams: int, kernels: tuple[int, ...], block: int,
+    scope: Scope, gated: bool, device: torch.device,
+) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:  # fmt: skip
+    """Sources, weights (keys, kernels, mixer) and output gradients."""
+    generator = torch.Generator().manual_seed(sites)
+
+    def normal(*shape: int, std: float = 1.0) -> Tensor:
+        return (torch.randn(*shape, generator=generator) * std).to(device)
+
+    owners = {"source": -(-sites // block) + 1, "global": 1, "site": sites}[scope]
+    weights = [normal(sites, streams, width, std=width**-0.5)]
+    weights += [normal(owners, taps, width, std=taps**-0.5) for taps in kernels]
+    if gated:
+        mixer = normal(sites, streams * width, streams, std=(streams * width) ** -0.5)
+        weights += [mixer, normal(sites) + 1, normal(sites, streams)]
+    sources, gradients = ([normal(batch, tokens, width) for _ in range(sites)] for _ in range(2))
+    return sources, weights, gradients
+
+
+def run(
+    sources: list[Tensor], weights: list[Tensor], gradients: list[Tensor], document: Tensor | None,
+    *, fused: bool, kernels: int, block: int, scope: Scope,
+) -> list[Tensor]:  # fmt: skip
+    """Outputs and gradients of sources and weights, in the dtypes given."""
+    sources = [value.detach().clone().requires_grad_() for value in sources]
+    weights = [value.detach().clone().requires_grad_() for value in weights]
+    key, convolutions, rest = weights[0], weights[1 : 1 + kernels], weights[1 + kernels :]
+    mixer = (rest[0], rest[1], rest[2]) if rest else None
+    if fused:
+        bank = StreamBank(key, convolutions, mixer, sources[0], document, block=block, scope=scope, eps=EPS)
+        outputs = [bank.site(site, value) for site, value in enumerate(sources)]
+    else:
+        outputs = route(key, convolutions, mixer, sources, document, block=block, scope=scope)
+    torch.autograd.backward(outputs, [g.to(o.dtype) for o, g in zip(outputs, gradients, strict=True)])
+    found = [torch.stack(outputs).detach()]
+    for value in [*sources, *weights]:
+        assert value.grad is not None
+        found.append(value.grad)
+    return [value.double() for value in found]
+
+
+def compare(
+    device: torch.device,
+    *,
+    tokens: int,
+    streams: int = 2,
+    kernels: tuple[int, ...] = (3,),
+    batch: int = 1,
+    width: int = 16,
+    sites: int = 3,
+    block: int = 2,
+    scope: Scope = "source",
+    gated: bool = True,
+    dtype: torch.dtype = torch.float32,
+    document: list[list[int]] | None = None,
+) -> None:
+    """Hold the kernels to the float32 tolerance, or in 16 bits to the error of PyTorch in the same dtype."""
+    sources, weights, gradients = draw(
+        tokens=tokens, batch=batch, width=width, sites=sites, streams=streams, kernels=kernels, block=block,
+        scope=scope, gated=gated, device=device,
+    )  # fmt: skip
+    documents = None if document is None else torch.tensor(document, device=device)
+    sources, gradients = [v.to(dtype) for v in sources], [g.to(dtype) for g in gradients]
+    options: dict[str, Any] = {"kernels": len(kernels), "block": block, "scope": scope}
+    found = run(sources, weights, gradients, documents, fused=True, **options)
+    a, b, c = ([v.double() for v in values] for values in (sources, weights, gradients))
+    truth = run(a, b, c, documents, fused=False, **options)
+    if dtype == torch.float32:
+        for index, (ours, exact) in enumerate(zip(found, truth, strict=True)):
+            error = float((ours - exact).abs().max() / exact.abs().max().clamp_min(1e-30))
+            assert error <= TOLERANCE, f"result {index}: {error:.2e}"
+        return
+    narrow = [value.to(dtype) for value in weights]
+    plain = run(sources, narrow, gradients, documents, fused=False, **options)
+    for index, (ours, exact, theirs) in enumerate(zip(found, truth, plain, strict=True)):
+        error, allowed = float((ours - exact).norm()), float((theirs - exact).norm())
+        assert error <= allowed, f"result {index}: {error:.3e} > {allowed:.3e} of PyTorch in {dtype}"
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        dict(tokens=5, streams=4, kernels=(2, 1, 3), width=32),
+        dict(tokens=3, streams=1, kernels=(), gated=False),
+        dict(tokens=3, streams=2, kernels=(), width=48, sites=2),
+        dict(tokens=7, kernels=(4,), block=1, scope="global", document=[[0, 0, 0, 1, 1, 2, 2]]),
+        dict(tokens=2, batch=2, kernels=(5,), scope="site", gated=False, block=3),
+    ],
+    ids=lambda case: "-".join(f"{key}{value}" for key, value in case.items()),
+)
+def test_float32(device: torch.device, case: dict[str, Any]) -> None:
+    """Output and every gradient are within 3e-6 of float64."""
+    compare(device, **case)
+
+
+@pytest.mark.slow
+def test_eight_streams(device: torch.device) -> None:
+    """m = 8."""
+    compare(device, tokens=2, streams=8, kernels=(2,) * 7, sites=2, block=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_sixteen_bits(device: torch.device, dtype: torch.dtype) -> None:
+    """In 16 bits no result is farther from float64 than PyTorch's."""
+    compare(device, tokens=5, width=32, sites=2, dtype=dtype)
+
+
+@pytest.mark.slow
+@settings(max_examples=2)
+@given(
+    tokens=st.integers(1, 6),
+    streams=st.sampled_from([1, 2, 4]),
+    sites=st.integers(1, 4),
+    block=st.integers(1, 3),
+    scope=st.sampled_from(["source", "global", "site"]),
+    gated=st.booleans(),
+)
+def test_any_shape(tokens: int, streams: int, sites: int, block: int, scope: Scope, gated: bool) -> None:
+    """Any shape and schedule."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    compare(
+        device, tokens=tokens, streams=streams, kernels=(2, 3, 4)[: streams - 1], sites=sites, block=block,
+        scope=scope, gated=gated,
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+def test_splits_and_determinism(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens in one split and in three, tiles with neighbours on both sides: the same; twice the same to the bit."""
+    options: dict[str, Any] = {"block": 2, "scope": "source"}
+    drawn = draw(tokens=35, batch=1, width=16, sites=2, streams=2, kernels=(3,), gated=False, device=device, **options)
+    runs = []
+    for splits in (1, 3, 3):
+        monkeypatch.setattr(stream_ledger, "num_splits", lambda *_, splits=splits: splits)
+        runs.append(run(*drawn, None, fused=True, kernels=1, **options))
+    for one, three, again in zip(*runs, strict=True):
+        assert float((one - three).abs().max() / one.abs().max().clamp_min(1e-30)) <= TOLERANCE
+        assert torch.equal(three, again)
+
+
+class Tiny(torch.nn.Module):
+    """Two sublayers between three sites."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.key = torch.nn.Parameter(torch.randn(3, 2, 16) * 0.3)
+        self.kernel = torch.nn.Parameter(torch.randn(3, 2, 16))
+        self.maps = torch.nn.ParameterList(torch.randn(16, 16) / 4 for _ in range(2))
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        bank = StreamBank(self.key, [self.kernel], None, x_TD, None, block=2, scope="source", eps=EPS)
+        first = torch.tanh(bank.site(0, x_TD) @ self.maps[0])
+        both = first + torch.tanh(bank.site(1, first) @ self.maps[1])
+        return bank.site(2, both)
+
+
+def test_compiles_without_graph_breaks(device: torch.device) -> None:
+    """One graph forward, one backward, the same values."""
+    model, x = Tiny().to(device), torch.randn(1, 2, 16).to(device).requires_grad_()
+    results = []
+    for call in (model, torch.compile(model, fullgraph=True, backend="aot_eager")):
+        output = call(x)
+        results.append([output.detach(), *torch.autograd.grad(output.square().sum(), [x, *model.parameters()])])
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_misuse_is_refused(device: torch.device) -> None:
+    """A second backward pass, widths and numbers of sources out of range."""
+    loss = Tiny().to(device)(torch.randn(1, 1, 16, device=device)).sum()
+    loss.backward(retain_graph=True)
+    with pytest.raises(KernelError, match="its backward pass is already done"):
+        loss.backward()
+    with pytest.raises(KernelError, match="width 24 in torch.float32; allowed are multiples of 16"):
+        StreamBank(torch.zeros(3, 1, 24), [], None, torch.zeros(1, 1, 24), None, block=1, scope="source", eps=EPS)
+    with pytest.raises(KernelError, match="130 sources; up to 128 fit a tile; choose larger blocks"):
+        StreamBank(torch.zeros(130, 1, 16), [], None, torch.zeros(1, 1, 16), None, block=1, scope="source", eps=EPS)
