@@ -22,6 +22,15 @@ def test_default(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(dispatch.choose(operation, GPU).reason for operation in dispatch.OPERATIONS)
 
 
+def test_unmeasured_kernels_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels that never ran on a GPU run there only on demand, and the reason says how."""
+    monkeypatch.setenv(dispatch.VARIABLE, "auto")
+    choice = dispatch.choose("streams", GPU)
+    assert choice.runs == "reference" and "not measured on a GPU yet; ISOLOSS_KERNELS=triton" in choice.reason
+    monkeypatch.setenv(dispatch.VARIABLE, "triton")
+    assert dispatch.choose("streams", GPU).runs == "triton"
+
+
 def test_forced(monkeypatch: pytest.MonkeyPatch) -> None:
     """The environment variable wins, where the choice can run."""
     monkeypatch.setenv(dispatch.VARIABLE, "reference")
