@@ -35,6 +35,7 @@ FREE_BYTES: Final = 256 * 2**20  # of disk: runs, checkpoints, store and report 
 SYNC_S: Final = 20.0  # between two looks of the syncer at the run folders
 REPORT: Final = Path("report") / "report.html"
 ANSWER: Final = Path("report") / "answer.json"
+ANALYSIS: Final = Path(__file__).resolve().with_name("analysis").resolve()  # a link in a checkout
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -249,8 +250,10 @@ def _told(found: Findings) -> str:
 
 
 def _state(sweep: Plan) -> str:
-    """Hash of all end records and of the version that judged them."""
+    """Hash of all end records and of the code that judges them: what an older version found may be wrong."""
     digest = hashlib.sha256(__version__.encode())
+    for module in sorted(ANALYSIS.rglob("*.py")):
+        digest.update(module.read_bytes())
     for run in sorted(sweep.runs, key=lambda run: run.key):
         end = sweep.out / run.key / END
         digest.update(run.key.encode() + (end.read_bytes() if end.exists() else b""))

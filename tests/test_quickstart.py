@@ -11,9 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from scaling import quickstart as module
 from scaling.errors import RecordError
 from scaling.quickstart import quickstart
 from scaling.record import run_folders
+from scaling.sweeps.plan import plan
+from scaling.sweeps.spec import load_spec
 from tests.quickstart import ROOT, Calls, command, environment
 
 slow = pytest.mark.slow
@@ -102,3 +105,13 @@ def test_a_full_disk_is_named_before_anything_is_made(tmp_path: Path, monkeypatc
     with pytest.raises(RecordError, match="1 MiB free, 256 MiB are needed"):
         quickstart(tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_findings_of_other_code_are_not_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is remembered was found by this very analysis: one of another version may have been wrong."""
+    assert len(list(module.ANALYSIS.rglob("*.py"))) > 30
+    monkeypatch.setattr(module, "ANALYSIS", tmp_path)
+    sweep = plan(load_spec("quickstart"), tmp_path / "runs")
+    before = module._state(sweep)
+    (tmp_path / "speedup.py").write_text("half = 2\n", encoding="utf-8")
+    assert module._state(sweep) != before
