@@ -117,12 +117,13 @@ def _arrow(axis: Axes, found: Speedup, color: str, place: int) -> None:
         arrowprops={"arrowstyle": "-|>", "color": color, "linewidth": 1.3, "shrinkA": 0, "shrinkB": 0},
         zorder=5,
     )
+    where = f" at {style.shorten(scale.scale, 10)}" if len(found.scales) > 1 else ""  # the mean over scales is another
     axis.annotate(
-        speedup_text(scale.speedup),
-        xy=(float(np.sqrt(scale.baseline_compute * scale.compute)), scale.loss),
-        xytext=(0, 5 + 10 * place),
+        speedup_text(scale.speedup) + where,
+        xy=(max(scale.baseline_compute, scale.compute), scale.loss),  # right of and above the law there is nothing
+        xytext=(4, 2 + 10 * place),
         textcoords="offset points",
-        ha="center",
+        ha="left",
         color=color,
         fontsize=8,
         fontweight="bold",
