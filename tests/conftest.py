@@ -23,6 +23,17 @@ settings.register_profile("local", deadline=None, max_examples=25, suppress_heal
 settings.register_profile("ci", parent=settings.get_profile("local"), derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") == "true" else "local")
 
+OWN = {name: value for name, value in os.environ.items() if name.startswith(("ISOLOSS_", "TRITON_"))}
+
+
+def pytest_collection_finish() -> None:
+    """Importing a module must not change how others run: all tests share one process and hand on its environment."""
+    now = {name: value for name, value in os.environ.items() if name.startswith(("ISOLOSS_", "TRITON_"))}
+    if now != OWN:
+        raise pytest.UsageError(
+            f"a module that was collected changed the environment: {set(now.items()) ^ set(OWN.items())}"
+        )
+
 
 def missing(what: str) -> None:
     """Skip on a developer's machine, fail in CI: a part that CI must have is absent."""

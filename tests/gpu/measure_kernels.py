@@ -30,10 +30,6 @@ from typing import Any
 import torch
 
 CUDA = torch.cuda.is_available()
-if not CUDA:
-    os.environ["TRITON_INTERPRET"] = "1"
-os.environ.setdefault("ISOLOSS_KERNELS", "triton")
-
 ROOT = Path(__file__).resolve().parents[2]
 PARTS = {
     "bank": "test_bank.py test_dispatch.py",
@@ -293,6 +289,10 @@ def main() -> None:
     parser.add_argument("--method", action="append", help="only these methods")
     parser.add_argument("--most", type=int, default=6, help="kernels to profile")
     args = parser.parse_args()
+    # not at import, which test collection does too
+    if not CUDA:
+        os.environ["TRITON_INTERPRET"] = "1"
+    os.environ.setdefault("ISOLOSS_KERNELS", "triton")
     calls[args.call](args)
 
 
