@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any, Final
 
@@ -81,16 +82,14 @@ def label(config: RunConfig) -> str:
 
 
 # The papers' letters; options without one go by their name.
-_LETTERS: Final = {"heads": "h", "block_sublayers": "S", "num_blocks": "N", "streams": "m"}
+_LETTERS: Final = {"block_sublayers": "S", "num_blocks": "N", "streams": "m"}
 
 
 def _method(residual: ResidualConfig) -> str:
-    words = [residual.method]
-    for option in sorted(fields(residual), key=lambda one: one.name != "heads"):
-        value = getattr(residual, option.name)
-        if value == option.default and option.name != "heads":
-            continue
-        name = _LETTERS.get(option.name, option.name)
+    heads = getattr(residual, "heads", None)
+    words = [residual.method] + ([f"h{heads}"] if heads is not None else [])
+    for option, value in _changed(residual):
+        name = _LETTERS.get(option, option)
         if isinstance(value, bool):
             words.append(name if value else f"no_{name}")
         elif isinstance(value, tuple):
@@ -112,12 +111,17 @@ def variant(options: ResidualConfig) -> str:
     >>> variant(Msar(streams=2, mixer="mean")), variant(Msar(num_blocks=8))
     ('streams=2, mixer=mean', '')
     """
-    told = []
+    usual = ("num_blocks", options.default_blocks) if isinstance(options, Blocked) else None
+    return ", ".join(
+        f"{name}={value if isinstance(value, str) else json.dumps(value)}"
+        for name, value in _changed(options)
+        if (name, value) != usual
+    )
+
+
+def _changed(options: ResidualConfig) -> Iterator[tuple[str, Any]]:
+    """Names and values of options that are not at their default, the number of heads apart, in order."""
     for item in fields(options):
         value = getattr(options, item.name)
-        same = value == item.default or (
-            item.name == "num_blocks" and isinstance(options, Blocked) and value == options.default_blocks
-        )
-        if item.name != "heads" and not same:
-            told.append(f"{item.name}={value if isinstance(value, str) else json.dumps(value)}")
-    return ", ".join(told)
+        if item.name != "heads" and value != item.default:
+            yield item.name, value
