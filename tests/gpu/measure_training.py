@@ -1,6 +1,6 @@
 """Measure training on GPUs: MFU, packing, the loss, memory, equality and speed over processes, resume to the bit.
 
-    python tests/gpu/measure_training.py mfu loss packing resume checkpointing corpus --store STORE --out DIR
+    python tests/gpu/measure_training.py mfu loss packing resume checkpointing experts corpus --store STORE --out DIR
     torchrun --nproc-per-node 2 tests/gpu/measure_training.py spread --out DIR
     torchrun --nproc-per-node 2 tests/gpu/measure_training.py scale --out DIR
 
@@ -403,8 +403,9 @@ def spread(args: argparse.Namespace) -> dict[str, Any]:
     if CUDA:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("cpu:gloo,cuda:nccl" if CUDA else "gloo")
-    model = dict(TINY) if args.tiny else {"size": "5m"}
-    for mode in ("fp32", "mixed"):
+    dense: dict[str, Any] = dict(TINY) if args.tiny else {"size": "5m"}
+    sparse = {**dense, "moe": {"num_experts": 8, "top_k": 2, "d_expert": 64}}
+    for mode, model, kind in (("fp32", dense, ""), ("mixed", dense, ""), ("fp32", sparse, " experts")):
         curves: dict[str, dict[str, float]] = {}
         for parallel in ("ddp", "fsdp2", "none"):
             config = configure(
@@ -416,7 +417,7 @@ def spread(args: argparse.Namespace) -> dict[str, Any]:
                 evaluation={"every_steps": 15, "num_sequences": 16},
                 run={"log_every_steps": 5, "parallel": parallel, "save_weights": False},
             )
-            out = args.scratch / f"spread-{mode}-{parallel}"
+            out = args.scratch / f"spread-{mode}{kind.strip()}-{parallel}"
             if parallel != "none":
                 train(config, out=out)
             elif rank == 0:
@@ -433,11 +434,53 @@ def spread(args: argparse.Namespace) -> dict[str, Any]:
         if rank == 0:
             for parallel in ("ddp", "fsdp2"):
                 gaps = [abs(curves[parallel][key] - curves["none"][key]) for key in curves["none"]]
-                results[f"{mode} {parallel}"] = {"largest_difference": max(gaps), "values": len(gaps)}
-                print(f"spread {mode} {parallel}: {results[f'{mode} {parallel}']}", flush=True)
+                results[f"{mode} {parallel}{kind}"] = {"largest_difference": max(gaps), "values": len(gaps)}
+                print(f"spread {mode} {parallel}{kind}: {results[f'{mode} {parallel}{kind}']}", flush=True)
     dist.barrier()
     dist.destroy_process_group()
     return results if rank == 0 else {}
+
+
+def experts(args: argparse.Namespace) -> dict[str, Any]:
+    """Mixture of experts, compiled and mixed precision: experts as one grouped product against one after another."""
+    from scaling.models import moe
+
+    store = random_store(
+        args.scratch / "random", vocab=512 if args.tiny else 32768, tokens=400_000 if args.tiny else 4_000_000
+    )
+    options = {"num_experts": 8, "top_k": 2, "d_expert": 16} if args.tiny else {"num_experts": 64, "top_k": 6}
+    has_grouped = moe._has_grouped_product
+    results: dict[str, Any] = {}
+    for name in ("grouped", "loop", "grouped, not compiled"):
+        config = configure(
+            store,
+            model={**(TINY if args.tiny else {"size": "5m"}), "moe": options},
+            data={"path": str(store), "seq_len": 64 if args.tiny else 512, "batch_size": 8 if args.tiny else 64},
+            schedule={"steps": 6 if args.tiny else 30, "warmup_steps": 3},
+            evaluation={"every_steps": 1000, "num_sequences": 16},
+            run={
+                "log_every_steps": 2 if args.tiny else 10,
+                "compile": CUDA and "not" not in name,
+                "save_weights": False,
+            },
+        )
+        torch._dynamo.reset()
+        if name == "loop":
+            moe._has_grouped_product = lambda x: False
+        try:
+            end = train(config, out=args.scratch / f"experts-{name.replace(', ', '-').replace(' ', '-')}")
+        finally:
+            moe._has_grouped_product = has_grouped
+        lines = points(config, args.scratch / f"experts-{name.replace(', ', '-').replace(' ', '-')}")
+        lines = [line for line in lines if "perf/tokens_per_s" in line]
+        keys = [key for key in lines[-1] if key.startswith("route/") or key in ("perf/tokens_per_s", "perf/mfu")]
+        results[name] = {
+            "status": end.status,
+            "loss": [line["train/loss"] for line in lines],
+            **{key: lines[-1][key] for key in keys[:12]},
+        }
+        print(f"experts {name}: {results[name]}", flush=True)
+    return results
 
 
 def speed(args: argparse.Namespace, tag: str, size: str, **run: Any) -> dict[str, Any]:
@@ -553,7 +596,8 @@ def public(args: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
-PARTS = {part.__name__: part for part in (mfu, corpus, loss, packing, resume, checkpointing, spread, scale, public)}
+_PARTS = (mfu, corpus, loss, packing, resume, checkpointing, experts, spread, scale, public)
+PARTS = {part.__name__: part for part in _PARTS}
 
 
 def main() -> int:
