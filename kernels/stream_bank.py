@@ -20,14 +20,12 @@ from scaling.errors import KernelError
 from scaling.kernels.stream_ledger import (
     Scope,
     StreamLedger,
+    backward_site,
+    forward_site,
     newest_row,
     numbers_on,
-    settle_site,
-    spread_finished,
-    spread_newest,
 )
-from scaling.kernels.stream_mix import blend, gate, measure
-from scaling.kernels.streams import score, segments, tile_sides
+from scaling.kernels.streams import Streams, ages, check_sources
 
 _SCOPES: tuple[Scope, ...] = ("source", "global", "site")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -79,7 +77,7 @@ class StreamBank:
                 f"streams: width {width} in {source_BTD.dtype}; allowed are multiples of 16 in float32, bfloat16 and "
                 "float16; choose another width, or set ISOLOSS_KERNELS=reference"
             )
-        tile_sides(-(-(num_sites - 1) // block) + 1, width)
+        check_sources(-(-(num_sites - 1) // block) + 1)
         owners = kernels[0].shape[0] if kernels else 1
         identity = key_SMD.new_ones((owners, 1, width))
         tap_QKD = torch.cat([identity, *kernels], dim=1).float()
@@ -101,7 +99,7 @@ class StreamBank:
 
     def site(self, site: int, source_BTD: Tensor) -> Tensor:
         """Hand in the newest source of a site and return what the site reads, in the source's shape."""
-        source_TD = source_BTD.flatten(0, -2).to(self._bank.dtype)
+        source_TD = source_BTD.flatten(0, -2).to(self._bank.dtype).contiguous()
         output_TD: Tensor
         self._token, output_TD = torch.ops.isoloss.stream_site(self._token, source_TD, self._bank, site, self._block)
         return output_TD.view(source_BTD.shape)
@@ -146,22 +144,23 @@ def _open(
         del _ledgers[stale]
     ledger = StreamLedger(
         num_sites=num_sites,
-        tap_QKD=tap,
-        segment_T=segments(document, batch, time, source.device),
-        table_2M=numbers[: 2 * num_streams].view(2, num_streams),
-        eps=eps,
+        streams=Streams(
+            tap_QKD=tap,
+            table_2M=numbers[: 2 * num_streams].view(2, num_streams),
+            age_T=ages(document, batch, time, source.device),
+            eps=eps,
+        ),
         block=block,
         scope=_SCOPES[scope],
-        max_taps=max(taps),
         key_SMD=key,
-        phi_SVM=phi if gated else None,
+        phi_SKV=phi.transpose(1, 2).contiguous() if gated else None,
         scale_S=scale,
         bias_SM=bias,
         base_S=numbers[2 * num_streams :],
         bases=bases,
-        score_PMT=tap.new_empty((bases[-1], num_streams, batch * time)),
-        lse_SMT=tap.new_empty((num_sites, num_streams, batch * time)),
-        kept=tap.new_empty((num_sites if gated else 0, num_streams + 1, batch * time)),
+        score_TPM=tap.new_empty((batch * time, bases[-1], num_streams)),
+        lse_TSM=tap.new_empty((batch * time, num_sites, num_streams)),
+        kept_STM=tap.new_empty((num_sites if gated else 0, batch * time, num_streams + 1)),
     )
     _ledgers[bank.device, bank.data_ptr()] = (StorageWeakRef(bank.untyped_storage()), ledger)
     return bank
@@ -179,8 +178,8 @@ def _open_fake(
     eps: float,
 ) -> Tensor:
     batch, time, width = source.shape
-    rows = newest_row(weights[1].shape[0] - 1, block) + 1
-    return source.new_empty((rows + 2 * block, batch * time, width))
+    rows = (weights[1].shape[0] - 1) // block + 1
+    return source.new_empty((rows, batch * time, width))
 
 
 @torch.library.custom_op(
@@ -206,19 +205,9 @@ def _begin_fake(tap: Tensor, key: Tensor, phi: Tensor, scale: Tensor, bias: Tens
 def _finish(
     token_gradient: Tensor, tap: Tensor, key: Tensor, phi: Tensor, scale: Tensor, bias: Tensor, bank: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    ledger = _ledger(bank)
-    ledger.require_end()
-    found = (ledger.tap_gradient_GQKD, ledger.key_gradient_SMD, ledger.scale_gradient_S, ledger.bias_gradient_SM)
-    tap_gradient, key_gradient, scale_gradient, bias_gradient = found
-    assert tap_gradient is not None and key_gradient is not None
-    assert scale_gradient is not None and bias_gradient is not None
-    # The first site has one source: its weight is 1 whatever the query, all else is rounding.
-    key_gradient[0] = 0.0
-    phi_gradient = torch.empty_like(phi) if ledger.phi_gradient_SVM is None else ledger.phi_gradient_SVM
-    result = tap_gradient.sum(0), key_gradient, phi_gradient, scale_gradient, bias_gradient
-    ledger.scalar_LWT = ledger.source_gradient_NTD = ledger.tap_gradient_GQKD = None
-    ledger.key_gradient_SMD = ledger.phi_gradient_SVM = ledger.scale_gradient_S = ledger.bias_gradient_SM = None
-    return result
+    tap_gradient, key_gradient, phi_gradient, scale_gradient, bias_gradient = _ledger(bank).finish()
+    phi_gradient = torch.empty_like(phi) if phi_gradient is None else phi_gradient
+    return tap_gradient, key_gradient, phi_gradient, scale_gradient, bias_gradient
 
 
 @_finish.register_fake
@@ -247,31 +236,8 @@ _begin.register_autograd(_begin_backward, setup_context=_begin_setup)
 )
 def _site(token: Tensor, source: Tensor, bank: Tensor, site: int, block: int) -> tuple[Tensor, Tensor]:
     ledger = _ledger(bank)
-    ledger.enter_site(site)
-    newest = newest_row(site, block)
-    bank.data[newest] = source  # behind autograd's back, as the kernels write: .data has a version counter of its own
-    streams, reads = ledger.streams(bank), ledger.reads(site)
-    here = range(site, site + 1)
-    common: dict[str, Any] = {"key_SMD": ledger.key_SMD, "base_S": ledger.base_S, "score_PMT": ledger.score_PMT}
-    if ledger.scope == "site":
-        for row in range(newest + 1):
-            score(streams, bank_row=row, source_row=row, owner=site, sites=here, **common)
-    else:
-        # A finished source's logits for all sites to come, in one expansion; a running sum has one reader.
-        readers = here if site % block else range(site, ledger.num_sites)
-        score(streams, bank_row=newest, source_row=newest, owner=ledger.owner(newest, site), sites=readers, **common)
-    scores, lse = ledger.scores(site), ledger.lse_SMT[site]
-    torch.logsumexp(scores, 0, out=lse)
-    gates = None
-    if ledger.phi_SVM is not None:
-        stat = measure(streams, reads, phi_VM=ledger.phi_SVM[site], score_NMT=scores, lse_MT=lse)
-        gates = gate(
-            stat, scale=ledger.scale_S[site], bias_M=ledger.bias_SM[site], kept=ledger.kept[site],
-            width=bank.shape[-1], eps=ledger.eps,
-        )  # fmt: skip
-    output = torch.empty_like(bank[0])
-    blend(streams, reads, score_NMT=scores, lse_MT=lse, gate_MT=gates, output_TD=output)
-    return torch.empty_like(token), output
+    again = ledger.enter_site(site)
+    return torch.empty_like(token), forward_site(ledger, bank, site, source, again=again)
 
 
 @_site.register_fake
@@ -289,27 +255,8 @@ def _site_backward(
 ) -> tuple[Tensor, Tensor]:
     ledger = _ledger(bank)
     ledger.enter_backward(site)
-    if ledger.scalar_LWT is None:
-        ledger.open_backward()
-    local = site % ledger.block
-    slot = ledger.num_rows + local
-    later = slot + ledger.block
-    bank.data[slot] = incoming
-    if source is not None:
-        bank.data[later] = source
-    reads = ledger.reads(site, last_row=None if source is None else later)
-    settle_site(ledger, bank, site, reads)
-    result = torch.empty_like(bank[0])
-    if source is not None:
-        spread_newest(ledger, bank, site, reads, result)
-    if ledger.scope == "site":
-        spread_finished(ledger, bank, range(site, site + 1))
-    elif not local:
-        spread_finished(ledger, bank, range(site, min(site + ledger.block, ledger.num_sites)))
-    if source is None:
-        assert ledger.source_gradient_NTD is not None
-        result.copy_(ledger.source_gradient_NTD[newest_row(site, ledger.block)])
-    return torch.empty_like(token_gradient), result
+    source = bank[newest_row(site, ledger.block)] if source is None else source
+    return torch.empty_like(token_gradient), backward_site(ledger, bank, site, incoming.contiguous(), source)
 
 
 @_site_backward.register_fake

@@ -1,17 +1,18 @@
-"""Backward kernels of multi-stream routing (msar), first part: every scalar that the gradients need, token by token.
+"""Backward kernels of multi-stream routing (msar) for one site: from its gradient to those of its streams' mixes.
 
 With h = sum_j a_j o_j the site's output, G its gradient, and a = sigmoid(g rho pi + b) with pi = sum_j phi_j^T o_j and
 rho = (mean o^2 + eps)^(-1/2), the gradient of a stream's mix is
 
     Go_j = a_j G + sum_k dpi_k phi_(j,k) - kappa o_j,   kappa = drho rho^3 / (M D)
 
-and from there on as in single-stream routing: dz = p (<Go, X> - <Go, o>), dX = p Go + r dz u - (r^2 / D) dz z X; a
-source's gradient is the transposed convolution of dX (:mod:`scaling.kernels.stream_spread`).
+and from there on as in single-stream routing: dz = p (<Go, X> - <Go, o>), dX = p Go + r dz u - (r^2 / D) dz z X.
 
-- :func:`contract` expands and mixes once and forms all inner products that the scalars need;
-- :func:`settle` turns them into scalars a token: a, dpi, kappa, and by source and stream ``r dz`` and ``r^2 dz z / D``.
+- :func:`contract` makes all scalars of a token: a, dpi, kappa, <Go, o>, and for the running sum r dz and r^2 dz z / D;
+- :func:`turn` turns the mixes into Go and the running sum's streams into their dX, in place, and sums over tokens what
+  the projections' weights and the keys get.
 
-Shape legend: as in :mod:`scaling.kernels.streams`; W scalars of a site.
+Shape legend: as in :mod:`scaling.kernels.streams`; W = 5 M + 1 scalars of a token: a, dpi, kappa, <Go, o>, r dz,
+r^2 dz z / D.
 """
 
 from __future__ import annotations
@@ -20,274 +21,299 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from scaling.kernels.streams import Site, Streams, column_ranges, expand, stream_weights, tile_sides
+from scaling.kernels.streams import chunk
 from scaling.kernels.tile import dot, is_exact, narrow
 
+_ROWS = 2  # tokens of a program of contract
+TURN_TOKENS = 32
 
-@triton.jit(do_not_specialize=["num_sources", "last_row", "first_owner", "num_tokens"])
+
+def num_scalars(num_streams: int) -> int:
+    """W."""
+    return 5 * num_streams + 1
+
+
+@triton.jit(do_not_specialize=["site", "pair", "num_tokens", "num_pairs"])
 def _contract_kernel(
-    bank_ptr,  # (N, T, D)
-    gradient_ptr,  # (T, D) G of the site
-    tap_ptr,  # (Q, K, D) float32
-    phi_ptr,  # (M * D, M) float32, of the site
-    segment_ptr,
-    table_ptr,
-    score_ptr,  # (N, M, T) float32, of the site
-    lse_ptr,  # (M, T) float32, of the site
-    stat_ptr,  # (R, N, M, 3 + M, T) out: <X, G>, <X, o>, <X, X>, <X, phi_k>
-    num_sources,
-    last_row,
-    first_owner,
-    owner_step,
+    mix_ptr,  # (M, T, D) mixes of the finished sources
+    newest_ptr,  # (M, T, D) streams of the running sum
+    gradient_ptr,  # (T, D) G
+    score_ptr,  # (T, P, M) float32
+    lse_ptr,  # (T, S, M) float32
+    phi_ptr,  # (M, M * D) float32 of the site, gates first
+    scale_ptr,
+    bias_ptr,
+    kept_ptr,  # (T, M + 1) float32
+    logit_gradient_ptr,  # (T, M) out
+    scalar_ptr,  # (T, W) out
+    site,
+    pair,
     num_tokens,
-    row_stride,
-    owner_stride,
+    num_pairs,
+    num_sites,
+    eps,
+    NEWEST: tl.constexpr,
     GATED: tl.constexpr,
     M: tl.constexpr,
-    MP: tl.constexpr,
     D: tl.constexpr,
-    RANGE: tl.constexpr,
-    SOURCES: tl.constexpr,
+    TOKENS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    mask = token < num_tokens
+    column = tl.arange(0, COLUMNS)
+    plane = tl.cast(num_tokens, tl.int64) * D
+    place = token[:, None] * D + column[None, :]
+    scalars_ptr = scalar_ptr + token * (5 * M + 1)
+    newer = ()
+    for stream in tl.static_range(M):
+        share = tl.zeros([TOKENS], tl.float32)
+        if NEWEST:
+            lse = tl.load(lse_ptr + (token * num_sites + site) * M + stream, mask=mask, other=0.0)
+            score = tl.load(score_ptr + (token * num_pairs + pair) * M + stream, mask=mask, other=0.0)
+            share = tl.exp(score - lse)
+        newer = newer + (share,)
+    gates = ()
+    turned = ()
+    kappa = tl.zeros([TOKENS], tl.float32)
+    if GATED:
+        scale = tl.load(scale_ptr)
+        factor = tl.load(kept_ptr + token * (M + 1) + M, mask=mask, other=0.0)
+        for stream in tl.static_range(M):
+            along = tl.zeros([TOKENS, COLUMNS], tl.float32)
+            for start in range(0, D, COLUMNS):
+                spot = stream * plane + place + start
+                mixed = tl.load(mix_ptr + spot, mask=mask[:, None], other=0.0).to(tl.float32)
+                if NEWEST:
+                    value = tl.load(newest_ptr + spot, mask=mask[:, None], other=0.0).to(tl.float32)
+                    mixed += newer[stream][:, None] * value
+                along += mixed * tl.load(gradient_ptr + place + start, mask=mask[:, None], other=0.0).to(tl.float32)
+            projected = tl.load(kept_ptr + token * (M + 1) + stream, mask=mask, other=0.0)
+            gate = tl.sigmoid(scale * projected * factor + tl.load(bias_ptr + stream))
+            logit_gradient = gate * (1.0 - gate) * tl.sum(along, 1)
+            tl.store(logit_gradient_ptr + token * M + stream, logit_gradient, mask=mask)
+            kappa += scale * logit_gradient * projected
+            gates = gates + (gate,)
+            turned = turned + (scale * factor * logit_gradient,)
+            tl.store(scalars_ptr + M + stream, turned[stream], mask=mask)
+        kappa *= factor * factor * factor / (M * D)
+        tl.store(scalars_ptr + 2 * M, kappa, mask=mask)
+    else:
+        for _ in tl.static_range(M):
+            gates = gates + (tl.full([TOKENS], 1.0 / M, tl.float32),)
+    for stream in tl.static_range(M):
+        tl.store(scalars_ptr + stream, gates[stream], mask=mask)
+        delta = tl.zeros([TOKENS, COLUMNS], tl.float32)
+        along = tl.zeros([TOKENS, COLUMNS], tl.float32)
+        square = tl.zeros([TOKENS, COLUMNS], tl.float32)
+        for start in range(0, D, COLUMNS):
+            spot = stream * plane + place + start
+            mixed = tl.load(mix_ptr + spot, mask=mask[:, None], other=0.0).to(tl.float32)
+            if NEWEST:
+                value = tl.load(newest_ptr + spot, mask=mask[:, None], other=0.0).to(tl.float32)
+                mixed += newer[stream][:, None] * value
+            gradient = tl.load(gradient_ptr + place + start, mask=mask[:, None], other=0.0).to(tl.float32)
+            mix_gradient = gates[stream][:, None] * gradient
+            if GATED:
+                mix_gradient -= kappa[:, None] * mixed
+                for k in tl.static_range(M):
+                    phi = tl.load(phi_ptr + (k * M + stream) * D + start + column)
+                    mix_gradient += turned[k][:, None] * phi[None, :]
+            delta += mix_gradient * mixed
+            if NEWEST:
+                along += mix_gradient * value
+                square += value * value
+        total = tl.sum(delta, 1)
+        tl.store(scalars_ptr + 2 * M + 1 + stream, total, mask=mask)
+        if NEWEST:
+            logit_gradient = newer[stream] * (tl.sum(along, 1) - total)
+            factor = 1.0 / tl.sqrt_rn(tl.sum(square, 1) / D + eps)
+            score = tl.load(score_ptr + (token * num_pairs + pair) * M + stream, mask=mask, other=0.0)
+            tl.store(scalars_ptr + 3 * M + 1 + stream, factor * logit_gradient, mask=mask)
+            radial = factor * factor * logit_gradient * score / D
+            tl.store(scalars_ptr + 4 * M + 1 + stream, radial, mask=mask)
+
+
+@triton.jit(do_not_specialize=["site", "pair", "num_tokens", "num_pairs", "span"])
+def _turn_kernel(
+    mix_ptr,  # (M, T, D) mixes in, Go out
+    newest_ptr,  # (M, T, D) streams in, dX out
+    gradient_ptr,  # (T, D) G
+    key_ptr,  # (M, D) float32 of the site
+    score_ptr,
+    lse_ptr,
+    phi_ptr,  # (M, M * D) float32 of the site, gates first
+    scalar_ptr,  # (T, W)
+    phi_gradient_ptr,  # (G, M, M, D) float32 out, gates first
+    key_gradient_ptr,  # (G, M, D) float32 out
+    site,
+    pair,
+    num_tokens,
+    num_pairs,
+    num_sites,
+    span,
+    NEWEST: tl.constexpr,
+    GATED: tl.constexpr,
+    M: tl.constexpr,
+    D: tl.constexpr,
     TOKENS: tl.constexpr,
     COLUMNS: tl.constexpr,
     EXACT: tl.constexpr,
 ):
-    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
-    token_mask = token < num_tokens
-    row = tl.arange(0, SOURCES)
-    row_mask = row < num_sources
-    held = tl.where(row == num_sources - 1, last_row, row).to(tl.int64)[:, None, None]
-    owner = (first_owner + row * owner_step).to(tl.int64)[:, None, None]
-    gate = tl.arange(0, MP)
-    flat = tl.arange(0, SOURCES * TOKENS)
-    first_column = tl.program_id(1) * RANGE
-    FIELDS: tl.constexpr = 3 + M
-    for stream in range(0, M):
-        first_tap = tl.load(table_ptr + stream)
-        taps = tl.load(table_ptr + M + stream)
-        weight = stream_weights(score_ptr, lse_ptr, row, row_mask, stream, token, token_mask, num_tokens, M)
-        along = tl.zeros([SOURCES, TOKENS], tl.float32)
-        mutual = tl.zeros([SOURCES, TOKENS], tl.float32)
-        square = tl.zeros([SOURCES, TOKENS], tl.float32)
-        if GATED:
-            projected = tl.zeros([SOURCES * TOKENS, MP], tl.float32)
-        for start in range(0, RANGE, COLUMNS):
-            column = first_column + start + tl.arange(0, COLUMNS)
-            x = expand(
-                bank_ptr + held * row_stride + column[None, None, :],
-                tap_ptr + owner * owner_stride + first_tap * D + column[None, None, :],
-                row_mask[:, None, None], segment_ptr, token, token_mask, taps, D, SOURCES, TOKENS, COLUMNS,
-            )  # fmt: skip
-            mixed = tl.sum(x * weight[:, :, None], 0)
-            place = token[:, None].to(tl.int64) * D + column[None, :]
-            gradient = tl.load(gradient_ptr + place, mask=token_mask[:, None], other=0.0).to(tl.float32)
-            along += tl.sum(x * gradient[None, :, :], 2)
-            mutual += tl.sum(x * mixed[None, :, :], 2)
-            square += tl.sum(x * x, 2)
-            if GATED:
-                phi_offset = (stream * D + column)[:, None] * M + gate[None, :]
-                phi = tl.load(phi_ptr + phi_offset, mask=(gate < M)[None, :], other=0.0)
-                rows = tl.reshape(x, [SOURCES * TOKENS, COLUMNS])
-                if EXACT:
-                    projected = dot(rows, phi, projected, EXACT)
-                else:  # both in two parts: the gates' gradient is a difference of these
-                    kind: tl.constexpr = bank_ptr.dtype.element_ty
-                    high = narrow(rows, kind)
-                    low = narrow(rows - high.to(tl.float32), kind)
-                    phi_high = narrow(phi, kind)
-                    projected = dot(high, phi_high, projected, EXACT)
-                    projected = dot(high, narrow(phi - phi_high.to(tl.float32), kind), projected, EXACT)
-                    projected = dot(low, phi_high, projected, EXACT)
-        part = tl.program_id(1).to(tl.int64) * num_sources
-        place = ((part + row) * M + stream)[:, None] * FIELDS * num_tokens + token[None, :]
-        mask = row_mask[:, None] & token_mask[None, :]
-        tl.store(stat_ptr + place, along, mask=mask)
-        tl.store(stat_ptr + place + num_tokens, mutual, mask=mask)
-        tl.store(stat_ptr + place + 2 * num_tokens, square, mask=mask)
-        if GATED:
-            flat_row = flat // TOKENS
-            flat_token = tl.program_id(0) * TOKENS + flat % TOKENS
-            flat_place = ((part + flat_row) * M + stream) * FIELDS + 3
-            tl.store(
-                stat_ptr + (flat_place[:, None] + gate[None, :]) * num_tokens + flat_token[:, None],
-                projected,
-                mask=((flat_row < num_sources) & (flat_token < num_tokens))[:, None] & (gate < M)[None, :],
-            )
-
-
-@triton.jit
-def _field(stat_ptr, pair, field, num_ranges, range_step, token, mask, num_tokens, FIELDS: tl.constexpr):
-    """Sum over ranges of one inner product."""
-    place = (pair * FIELDS + field).to(tl.int64) * num_tokens + token
-    total = tl.load(stat_ptr + place, mask=mask, other=0.0)
-    for part in range(1, num_ranges):
-        total += tl.load(stat_ptr + place + tl.cast(part, tl.int64) * range_step, mask=mask, other=0.0)
-    return total
-
-
-@triton.jit(do_not_specialize=["num_sources", "num_tokens", "num_ranges"])
-def _settle_kernel(
-    stat_ptr,  # (R, N, M, 3 + M, T)
-    score_ptr,  # (N, M, T)
-    lse_ptr,  # (M, T)
-    kept_ptr,  # (M + 1, T) projections pi and factor rho of the forward pass
-    scale_ptr,
-    bias_ptr,
-    logit_gradient_ptr,  # (M, T) out
-    scalar_ptr,  # (W, T) out: a, dpi, kappa, then r dz and r^2 dz z / D by source and stream
-    num_sources,
-    max_sources,
-    num_tokens,
-    num_ranges,
-    eps,
-    GATED: tl.constexpr,
-    M: tl.constexpr,
-    D: tl.constexpr,
-    TOKENS: tl.constexpr,
-):
-    FIELDS: tl.constexpr = 3 + M
-    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
-    mask = token < num_tokens
-    range_step = tl.cast(num_sources, tl.int64) * M * FIELDS * num_tokens
-    kappa = tl.zeros([TOKENS], tl.float32)
+    GATES: tl.constexpr = 16
+    stream = tl.program_id(2)
+    split = tl.program_id(1).to(tl.int64)
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    gate = tl.arange(0, GATES)
+    kind: tl.constexpr = mix_ptr.dtype.element_ty
+    plane = stream.to(tl.int64) * num_tokens * D
     if GATED:
-        scale = tl.load(scale_ptr)
-        factor = tl.load(kept_ptr + M * num_tokens + token, mask=mask, other=0.0)
-        factor_gradient = tl.zeros([TOKENS], tl.float32)
-        for stream in range(0, M):
-            along = tl.zeros([TOKENS], tl.float32)
-            lse = tl.load(lse_ptr + stream * num_tokens + token, mask=mask, other=0.0)
-            for row in range(0, num_sources):
-                pair = row * M + stream
-                score = tl.load(score_ptr + tl.cast(pair, tl.int64) * num_tokens + token, mask=mask, other=0.0)
-                value = _field(stat_ptr, pair, 0, num_ranges, range_step, token, mask, num_tokens, FIELDS)
-                along += tl.exp(score - lse) * value
-            projected = tl.load(kept_ptr + stream * num_tokens + token, mask=mask, other=0.0)
-            gate = tl.sigmoid(scale * projected * factor + tl.load(bias_ptr + stream))
-            logit_gradient = gate * (1.0 - gate) * along
-            tl.store(logit_gradient_ptr + stream * num_tokens + token, logit_gradient, mask=mask)
-            tl.store(scalar_ptr + stream * num_tokens + token, gate, mask=mask)
-            tl.store(scalar_ptr + (M + stream) * num_tokens + token, scale * factor * logit_gradient, mask=mask)
-            factor_gradient += scale * logit_gradient * projected
-        kappa = factor_gradient * factor * factor * factor / (M * D)
-        tl.store(scalar_ptr + 2 * M * num_tokens + token, kappa, mask=mask)
-        tl.debug_barrier()
-    for stream in range(0, M):
-        lse = tl.load(lse_ptr + stream * num_tokens + token, mask=mask, other=0.0)
-        gate = tl.full([TOKENS], 1.0 / M, tl.float32)
+        phi = ()
+        for k in tl.static_range(M):
+            phi = phi + (tl.load(phi_ptr + (k * M + stream) * D + column)[None, :],)
+        phi_gradient = tl.zeros([GATES, COLUMNS], tl.float32)
+    if NEWEST:
+        key = tl.load(key_ptr + stream * D + column)[None, :]
+        key_gradient = tl.zeros([COLUMNS], tl.float32)
+    first = split * span
+    last = tl.minimum(first + span, num_tokens)
+    for start in range(first, last, TOKENS):
+        token = start + tl.arange(0, TOKENS)
+        mask = token < last
+        scalars_ptr = scalar_ptr + token * (5 * M + 1)
+        place = token[:, None] * D + column[None, :]
+        mixed = tl.load(mix_ptr + plane + place, mask=mask[:, None], other=0.0).to(tl.float32)
+        if NEWEST:
+            value = tl.load(newest_ptr + plane + place, mask=mask[:, None], other=0.0).to(tl.float32)
+            lse = tl.load(lse_ptr + (token * num_sites + site) * M + stream, mask=mask, other=0.0)
+            score = tl.load(score_ptr + (token * num_pairs + pair) * M + stream, mask=mask, other=0.0)
+            share = tl.exp(score - lse)[:, None]
+            mixed += share * value
+        gradient = tl.load(gradient_ptr + place, mask=mask[:, None], other=0.0).to(tl.float32)
+        mix_gradient = tl.load(scalars_ptr + stream, mask=mask, other=0.0)[:, None] * gradient
         if GATED:
-            gate = tl.load(scalar_ptr + stream * num_tokens + token, mask=mask, other=0.0)
-        delta = tl.zeros([TOKENS], tl.float32)
-        for again in tl.static_range(2):  # first the mean of <Go, X> over the sources, then what deviates from it
-            for row in range(0, num_sources):
-                pair = row * M + stream
-                score = tl.load(score_ptr + tl.cast(pair, tl.int64) * num_tokens + token, mask=mask, other=0.0)
-                weight = tl.exp(score - lse)
-                along = gate * _field(stat_ptr, pair, 0, num_ranges, range_step, token, mask, num_tokens, FIELDS)
-                if GATED:
-                    along -= kappa * _field(stat_ptr, pair, 1, num_ranges, range_step, token, mask, num_tokens, FIELDS)
-                    for other in range(0, M):
-                        projected = _field(
-                            stat_ptr, pair, 3 + other, num_ranges, range_step, token, mask, num_tokens, FIELDS
-                        )
-                        along += projected * tl.load(
-                            scalar_ptr + (M + other) * num_tokens + token, mask=mask, other=0.0
-                        )
-                if again == 0:
-                    delta += weight * along
-                else:
-                    square = _field(stat_ptr, pair, 2, num_ranges, range_step, token, mask, num_tokens, FIELDS)
-                    factor = 1.0 / tl.sqrt_rn(square / D + eps)
-                    coefficient = weight * (along - delta) * factor
-                    place = scalar_ptr + (2 * M + 1 + tl.cast(pair, tl.int64)) * num_tokens + token
-                    tl.store(place, coefficient, mask=mask)
-                    radial_ptr = place + tl.cast(max_sources, tl.int64) * M * num_tokens
-                    tl.store(radial_ptr, coefficient * score * factor / D, mask=mask)
-
-
-def backward_sides(site: Site, width: int) -> dict[str, int]:
-    """Sides of a tile, with twice the forward pass's warps: these kernels hold twice as many tiles in registers."""
-    sides = tile_sides(site.num_sources, width)
-    return {**sides, "num_warps": min(16, 2 * sides["num_warps"])}
+            mix_gradient -= tl.load(scalars_ptr + 2 * M, mask=mask, other=0.0)[:, None] * mixed
+            for k in tl.static_range(M):
+                mix_gradient += tl.load(scalars_ptr + M + k, mask=mask, other=0.0)[:, None] * phi[k]
+            turned = tl.load(
+                (scalars_ptr + M)[None, :] + gate[:, None], mask=mask[None, :] & (gate < M)[:, None], other=0.0
+            )
+            if EXACT:
+                phi_gradient = dot(turned, mixed, phi_gradient, EXACT)
+            else:
+                narrowed = narrow(mixed, kind)
+                high = narrow(turned, kind)
+                phi_gradient = dot(high, narrowed, phi_gradient, EXACT)
+                phi_gradient = dot(narrow(turned - high.to(tl.float32), kind), narrowed, phi_gradient, EXACT)
+        tl.store(mix_ptr + plane + place, narrow(mix_gradient, kind), mask=mask[:, None])
+        if NEWEST:
+            coefficient = tl.load(scalars_ptr + 3 * M + 1 + stream, mask=mask, other=0.0)[:, None]
+            radial = tl.load(scalars_ptr + 4 * M + 1 + stream, mask=mask, other=0.0)[:, None]
+            key_gradient += tl.sum(coefficient * value, 0)
+            stream_gradient = share * mix_gradient + coefficient * key - radial * value
+            tl.store(newest_ptr + plane + place, narrow(stream_gradient, kind), mask=mask[:, None])
+    if GATED:
+        out_ptr = phi_gradient_ptr + ((split * M + gate[:, None]) * M + stream) * D + column[None, :]
+        tl.store(out_ptr, phi_gradient, mask=(gate < M)[:, None] & (column < D)[None, :])
+    if NEWEST:
+        tl.store(key_gradient_ptr + (split * M + stream) * D + column, key_gradient)
 
 
 def contract(
-    streams: Streams,
-    site: Site,
-    *,
+    mix_MTD: Tensor,
+    newest_MTD: Tensor | None,
     gradient_TD: Tensor,
-    phi_VM: Tensor | None,
-    score_NMT: Tensor,
-    lse_MT: Tensor,
-) -> Tensor:
-    """Return the inner products ``(R, N, M, 3 + M, T)`` of a site's streams, by range of the width."""
-    num_streams, num_tokens = streams.num_streams, streams.segment_T.shape[0]
-    width = streams.bank_NTD.shape[-1]
-    sides = backward_sides(site, width)
-    ranges = column_ranges(num_tokens, width, sides["COLUMNS"])
-    stat = lse_MT.new_empty((ranges, site.num_sources, num_streams, 3 + num_streams, num_tokens))
-    _contract_kernel[(triton.cdiv(num_tokens, sides["TOKENS"]), ranges)](
-        streams.bank_NTD,
-        gradient_TD,
-        streams.tap_QKD,
-        lse_MT if phi_VM is None else phi_VM,
-        streams.segment_T,
-        streams.table_2M,
-        score_NMT,
-        lse_MT,
-        stat,
-        site.num_sources,
-        site.last_row,
-        site.first_owner,
-        site.owner_step,
-        num_tokens,
-        streams.bank_NTD.stride(0),
-        streams.tap_QKD.stride(0),
-        GATED=phi_VM is not None,
-        M=num_streams,
-        MP=max(16, triton.next_power_of_2(num_streams)),
-        D=width,
-        RANGE=width // ranges,
-        EXACT=is_exact(streams.bank_NTD.dtype),
-        **sides,
-    )
-    return stat
-
-
-def settle(
-    stat: Tensor,
     *,
-    score_NMT: Tensor,
-    lse_MT: Tensor,
-    kept: Tensor | None,
-    scale: Tensor | None,
-    bias_M: Tensor | None,
-    scalar_WT: Tensor,
-    max_sources: int,
-    width: int,
+    site: int,
+    pair: int,
+    score_TPM: Tensor,
+    lse_TSM: Tensor,
+    phi_KV: Tensor | None,
+    scale: Tensor,
+    bias_M: Tensor,
+    kept: Tensor,
+    scalar_TW: Tensor,
     eps: float,
 ) -> Tensor:
-    """Write the scalars of a site; return the gradient of the gates' logits ``(M, T)``, unwritten without gates."""
-    ranges, num_sources, num_streams, _, num_tokens = stat.shape
-    logit_gradient_MT = lse_MT.new_empty((num_streams, num_tokens))
-    _settle_kernel[(triton.cdiv(num_tokens, 128),)](
-        stat,
-        score_NMT,
-        lse_MT,
-        lse_MT if kept is None else kept,
-        lse_MT if scale is None else scale,
-        lse_MT if bias_M is None else bias_M,
-        logit_gradient_MT,
-        scalar_WT,
-        num_sources,
-        max_sources,
+    """Write the scalars of a site's tokens; return the gradients of the gates' logits ``(T, M)``."""
+    num_streams, num_tokens, width = mix_MTD.shape
+    logit_gradient_TM = scalar_TW.new_empty((num_tokens, num_streams))
+    _contract_kernel[(triton.cdiv(num_tokens, _ROWS),)](
+        mix_MTD,
+        mix_MTD if newest_MTD is None else newest_MTD,
+        gradient_TD,
+        score_TPM,
+        lse_TSM,
+        lse_TSM if phi_KV is None else phi_KV,
+        scale,
+        bias_M,
+        kept,
+        logit_gradient_TM,
+        scalar_TW,
+        site,
+        pair,
         num_tokens,
-        ranges,
+        score_TPM.shape[1],
+        lse_TSM.shape[1],
         eps,
-        GATED=kept is not None,
+        NEWEST=newest_MTD is not None,
+        GATED=phi_KV is not None,
         M=num_streams,
         D=width,
-        TOKENS=128,
+        TOKENS=_ROWS,
+        COLUMNS=chunk(width),
+        num_warps=1,
+    )
+    return logit_gradient_TM
+
+
+def turn(
+    mix_MTD: Tensor,
+    newest_MTD: Tensor | None,
+    gradient_TD: Tensor,
+    *,
+    site: int,
+    pair: int,
+    key_MD: Tensor,
+    score_TPM: Tensor,
+    lse_TSM: Tensor,
+    phi_KV: Tensor | None,
+    scalar_TW: Tensor,
+    splits: int,
+) -> tuple[Tensor, Tensor]:
+    """Mixes become Go and the running sum's streams their dX; return the gradients of projections and keys.
+
+    They are ``(G, M, M, D)``, gates first, and ``(G, M, D)``, empty where there are none.
+    """
+    num_streams, num_tokens, width = mix_MTD.shape
+    columns = chunk(width, 64)
+    gated, newest = phi_KV is not None, newest_MTD is not None
+    phi_gradient = scalar_TW.new_empty((splits, num_streams, num_streams, width) if gated else (0,))
+    key_gradient = scalar_TW.new_empty((splits, num_streams, width) if newest else (0,))
+    _turn_kernel[(width // columns, splits, num_streams)](
+        mix_MTD,
+        mix_MTD if newest_MTD is None else newest_MTD,
+        gradient_TD,
+        key_MD,
+        score_TPM,
+        lse_TSM,
+        lse_TSM if phi_KV is None else phi_KV,
+        scalar_TW,
+        phi_gradient,
+        key_gradient,
+        site,
+        pair,
+        num_tokens,
+        score_TPM.shape[1],
+        lse_TSM.shape[1],
+        triton.cdiv(num_tokens, splits),
+        NEWEST=newest,
+        GATED=gated,
+        M=num_streams,
+        D=width,
+        TOKENS=TURN_TOKENS,
+        COLUMNS=columns,
+        EXACT=is_exact(mix_MTD.dtype),
         num_warps=4,
     )
-    return logit_gradient_MT
+    return phi_gradient, key_gradient

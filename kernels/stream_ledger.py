@@ -1,98 +1,122 @@
-"""The ledger of a multi-stream bank: its storage behind the token, and the kernels of one site's backward pass.
+"""The ledger of a multi-stream bank: its storage behind the token, and what one site does forward and backward.
 
-Between the kernels and the operators of :mod:`scaling.kernels.stream_bank`.
+Between the kernels and the operators of :mod:`scaling.kernels.stream_bank`. Sources are in the bank, streams and mixes
+in buffers of the ledger: they live from the first site to the last, are gone while the loss is computed, and come back
+for the backward pass. Backward leaves a phase at its first site: then the gradients of the finished sources' streams
+are formed from the Go of all its sites.
 
-Shape legend: as in :mod:`scaling.kernels.streams`; L sites of a block, W scalars of a site, G splits of the tokens.
+Shape legend: as in :mod:`scaling.kernels.streams`; W scalars of a token.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Literal
+from typing import Any, Literal
 
 import torch
+import triton
 from torch import Tensor
 
 from scaling.kernels.schedule import Order
-from scaling.kernels.stream_contract import contract, settle
-from scaling.kernels.stream_spread import num_splits, spread
-from scaling.kernels.streams import Site, Streams
+from scaling.kernels.stream_contract import contract, num_scalars, turn
+from scaling.kernels.stream_fold import fold
+from scaling.kernels.stream_gather import MAX_SITES, gather, keys
+from scaling.kernels.stream_mix import blend, mix
+from scaling.kernels.streams import Phase, Streams, chunk, expand
 
 Scope = Literal["source", "global", "site"]
+_GATHERED_ROWS = 3  # sources whose streams' gradients are in memory at a time
+_PROGRAMS = 1056  # eight for each of an H200's 132 multiprocessors
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class StreamLedger(Order):
     """One bank's order and storage."""
 
-    tap_QKD: Tensor
-    segment_T: Tensor
-    table_2M: Tensor
-    eps: float
+    streams: Streams
     block: int
     scope: Scope
-    max_taps: int
     key_SMD: Tensor
-    phi_SVM: Tensor | None
+    phi_SKV: Tensor | None
     scale_S: Tensor
     bias_SM: Tensor
     base_S: Tensor
     bases: list[int]
-    score_PMT: Tensor
-    lse_SMT: Tensor
-    kept: Tensor  # (S, M + 1, T) projections and RMS factors of the mixes
-    scalar_LWT: Tensor | None = None
-    source_gradient_NTD: Tensor | None = None
-    tap_gradient_GQKD: Tensor | None = None
+    score_TPM: Tensor
+    lse_TSM: Tensor
+    kept_STM: Tensor  # (S, T, M + 1) projections and RMS factors of the mixes
+    made_rows: int = 0  # of ``stream_FMTD``
+    made_for: int | None = None  # the site whose kernels made them, where kernels are a site's
+    phase: Phase | None = None  # whose mixes, or Go, are in ``mix_LMTD``
+    stream_FMTD: Tensor | None = None
+    mix_LMTD: Tensor | None = None
+    scalar_LTW: Tensor | None = None
+    source_gradient_FTD: Tensor | None = None
+    tap_gradient_QKD: Tensor | None = None
     key_gradient_SMD: Tensor | None = None
-    phi_gradient_SVM: Tensor | None = None
+    phi_gradient_SKMD: Tensor | None = None
     scale_gradient_S: Tensor | None = None
     bias_gradient_SM: Tensor | None = None
 
     @property
     def num_rows(self) -> int:
-        """Bank rows that hold sources; behind them a block's rows for G and for running sums each."""
-        return newest_row(self.num_sites - 1, self.block) + 1
+        """Finished sources."""
+        return (self.num_sites - 1) // self.block + 1
 
-    def streams(self, bank: Tensor) -> Streams:
-        """What the kernels need in every call; the ledger must not hold the bank, whose life bounds its own."""
-        return Streams(
-            bank_NTD=bank, tap_QKD=self.tap_QKD, segment_T=self.segment_T, table_2M=self.table_2M, eps=self.eps
+    def phase_of(self, site: int) -> Phase:
+        """The sites that share one read of the finished sources with this one: of one block, and as equal as can be."""
+        start = site - site % self.block
+        if self.scope == "site":
+            sites = range(site, site + 1)
+        else:
+            stop = min(start + self.block, self.num_sites)
+            size = triton.cdiv(stop - start, triton.cdiv(stop - start, MAX_SITES))
+            first = site - (site - start) % size
+            sites = range(first, min(first + size, stop))
+        return Phase(
+            sites=sites,
+            num_rows=start // self.block + 1,
+            first_base=self.bases[sites.start],
+            first_pairs=newest_row(sites.start, self.block) + 1,
         )
-
-    def reads(self, site: int, *, last_row: int | None = None) -> Site:
-        """What a site reads."""
-        newest = newest_row(site, self.block)
-        return self.rows(newest + 1, site, last_row=newest if last_row is None else last_row)
-
-    def rows(self, num_sources: int, site: int, *, last_row: int) -> Site:
-        """The first sources, with their kernels at a site."""
-        first_owner = site if self.scope == "site" else 0
-        step = 1 if self.scope == "source" else 0
-        return Site(num_sources=num_sources, last_row=last_row, first_owner=first_owner, owner_step=step)
 
     def owner(self, row: int, site: int) -> int:
         """Whose kernels expand a source at a site."""
         return {"source": row, "global": 0, "site": site}[self.scope]
 
-    def scores(self, site: int) -> Tensor:
-        """Logits of a site's sources ``(N, M, T)``."""
-        return self.score_PMT[self.bases[site] : self.bases[site + 1]]
+    def drop_streams(self) -> None:
+        """Free the buffers that only a pass over the sites needs."""
+        self.stream_FMTD = self.mix_LMTD = self.phase = None
+        self.made_rows, self.made_for = 0, None
 
     def open_backward(self) -> None:
         """Make the buffers of the backward pass."""
-        tap = self.tap_QKD
-        num_tokens, width = len(self.segment_T), tap.shape[-1]
-        num_streams = self.table_2M.shape[1]
-        scalars = 2 * num_streams + 1 + 2 * self.num_rows * num_streams
-        self.scalar_LWT = tap.new_empty((self.block, scalars, num_tokens))
-        self.source_gradient_NTD = tap.new_zeros((self.num_rows, num_tokens, width))
-        self.tap_gradient_GQKD = tap.new_zeros((num_splits(num_tokens, width), *tap.shape))
-        self.key_gradient_SMD = torch.empty_like(self.key_SMD)
-        self.phi_gradient_SVM = None if self.phi_SVM is None else torch.empty_like(self.phi_SVM)
+        tap, (num_sites, num_streams, width) = self.streams.tap_QKD, self.key_SMD.shape
+        num_tokens = self.streams.age_T.shape[0]
+        longest = max(len(self.phase_of(site).sites) for site in range(self.num_sites))
+        self.scalar_LTW = tap.new_empty((longest, num_tokens, num_scalars(num_streams)))
+        self.source_gradient_FTD = tap.new_zeros((self.num_rows, num_tokens, width))
+        self.tap_gradient_QKD = torch.zeros_like(tap)
+        self.key_gradient_SMD = torch.zeros_like(self.key_SMD)
+        if self.phi_SKV is not None:
+            self.phi_gradient_SKMD = tap.new_empty((num_sites, num_streams, num_streams, width))
         self.scale_gradient_S = torch.empty_like(self.scale_S)
         self.bias_gradient_SM = torch.empty_like(self.bias_SM)
+
+    def finish(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor]:
+        """Close the backward pass: gradients of taps, keys, projections ``(S, M * D, M)``, scales, biases."""
+        self.require_end()
+        tap, key, phi = self.tap_gradient_QKD, self.key_gradient_SMD, self.phi_gradient_SKMD
+        scale, bias = self.scale_gradient_S, self.bias_gradient_SM
+        assert tap is not None and key is not None and scale is not None and bias is not None
+        key[0] = 0.0  # the first site has one source: its weight is 1 whatever the query, all else is rounding
+        if phi is not None:
+            phi = phi.flatten(2).transpose(1, 2).contiguous()
+        self.drop_streams()
+        self.scalar_LTW = self.source_gradient_FTD = self.tap_gradient_QKD = None
+        self.key_gradient_SMD = self.phi_gradient_SKMD = self.scale_gradient_S = self.bias_gradient_SM = None
+        return tap, key, phi, scale, bias
 
 
 @functools.lru_cache(maxsize=64)
@@ -106,79 +130,177 @@ def newest_row(site: int, block: int) -> int:
     return -(-site // block)
 
 
-def settle_site(ledger: StreamLedger, bank: Tensor, site: int, reads: Site) -> None:
-    """The scalars of a site's backward pass, and the gradients of its gates' scale and bias."""
-    assert ledger.scalar_LWT is not None and ledger.scale_gradient_S is not None
-    assert ledger.bias_gradient_SM is not None
-    local, width = site % ledger.block, bank.shape[-1]
-    scores, lse = ledger.scores(site), ledger.lse_SMT[site]
-    gated = ledger.phi_SVM is not None
-    stat = contract(
-        ledger.streams(bank),
-        reads,
-        gradient_TD=bank[ledger.num_rows + local],
-        phi_VM=None if ledger.phi_SVM is None else ledger.phi_SVM[site],
-        score_NMT=scores,
-        lse_MT=lse,
+def num_splits(num_tokens: int, programs: int) -> int:
+    """Splits of the tokens where a split has so many programs, none empty."""
+    wanted = max(1, min(_PROGRAMS // programs, triton.cdiv(num_tokens, 64)))
+    return int(triton.cdiv(num_tokens, triton.cdiv(num_tokens, wanted)))
+
+
+def forward_site(ledger: StreamLedger, bank: Tensor, site: int, source_TD: Tensor, *, again: bool) -> Tensor:
+    """A site's output; ``again``: the forward pass is complete, logits and log-sum-exps are known."""
+    if site % ledger.block == 0 and not again:
+        # behind autograd's back, as the kernels write: .data has a version counter of its own
+        bank.data[newest_row(site, ledger.block)] = source_TD
+    phase = ledger.phase_of(site)
+    _make_streams(ledger, bank, site, phase, final=again)
+    mix_MTD = _mixes(ledger, site, phase, final=again)
+    newest_MTD = _newest(ledger, site, source_TD, final=again)
+    output_TD = torch.empty_like(bank[0])
+    blend(
+        mix_MTD, newest_MTD, output_TD=output_TD, eps=ledger.streams.eps, final=again, **_site_weights(ledger, site)
+    )  # fmt: skip
+    if not again and site == ledger.num_sites - 1:
+        ledger.drop_streams()
+    return output_TD
+
+
+def backward_site(ledger: StreamLedger, bank: Tensor, site: int, gradient_TD: Tensor, source_TD: Tensor) -> Tensor:
+    """The gradient of a site's newest source; the gradients of the site's weights are added up in the ledger."""
+    if ledger.scalar_LTW is None:
+        ledger.open_backward()
+    assert ledger.scalar_LTW is not None and ledger.source_gradient_FTD is not None
+    assert ledger.key_gradient_SMD is not None
+    phase = ledger.phase_of(site)
+    _make_streams(ledger, bank, site, phase, final=True)
+    if ledger.phase != phase:
+        _mix_phase(ledger, phase, final=True)
+    assert ledger.mix_LMTD is not None
+    newest_MTD = _newest(ledger, site, source_TD, final=True)
+    local = site - phase.sites.start
+    scalar_TW, mix_MTD = ledger.scalar_LTW[local], ledger.mix_LMTD[local]
+    weights = _site_weights(ledger, site)
+    logit_gradient_TM = contract(
+        mix_MTD, newest_MTD, gradient_TD, scalar_TW=scalar_TW, eps=ledger.streams.eps, **weights
+    )  # fmt: skip
+    num_streams, num_tokens, width = mix_MTD.shape
+    splits = num_splits(num_tokens, width // chunk(width, 64) * num_streams)
+    del weights["scale"], weights["bias_M"], weights["kept"]
+    phi_gradient, key_gradient = turn(
+        mix_MTD, newest_MTD, gradient_TD, key_MD=ledger.key_SMD[site], scalar_TW=scalar_TW, splits=splits, **weights
     )
-    logit_gradient_MT = settle(
-        stat,
-        score_NMT=scores,
-        lse_MT=lse,
-        kept=ledger.kept[site] if gated else None,
-        scale=ledger.scale_S[site] if gated else None,
-        bias_M=ledger.bias_SM[site] if gated else None,
-        scalar_WT=ledger.scalar_LWT[local],
-        max_sources=ledger.num_rows,
-        width=width,
-        eps=ledger.eps,
-    )
-    if gated:
-        kept = ledger.kept[site]
-        torch.sum(logit_gradient_MT, 1, out=ledger.bias_gradient_SM[site])
-        ledger.scale_gradient_S[site] = (logit_gradient_MT * kept[:-1] * kept[-1]).sum()
+    if ledger.phi_gradient_SKMD is not None:
+        assert ledger.bias_gradient_SM is not None and ledger.scale_gradient_S is not None
+        kept_TM = ledger.kept_STM[site]
+        torch.sum(phi_gradient, 0, out=ledger.phi_gradient_SKMD[site])
+        torch.sum(logit_gradient_TM, 0, out=ledger.bias_gradient_SM[site])
+        ledger.scale_gradient_S[site] = (logit_gradient_TM * kept_TM[:, :-1] * kept_TM[:, -1:]).sum()
+    result_TD = torch.empty_like(source_TD)
+    row = newest_row(site, ledger.block)
+    if newest_MTD is not None:
+        ledger.key_gradient_SMD[site] += key_gradient.sum(0)
+        _fold(ledger, source_TD, newest_MTD, ledger.owner(row, site), result_TD, add=False)
+    if local == 0:
+        _gather_phase(ledger, bank, phase)
+    if newest_MTD is None:
+        result_TD.copy_(ledger.source_gradient_FTD[row])
+    return result_TD
 
 
-def spread_finished(ledger: StreamLedger, bank: Tensor, sites: range) -> None:
-    """What sites of one block add to the gradients of the finished sources, and the gradients of their own weights."""
-    assert ledger.source_gradient_NTD is not None and ledger.key_gradient_SMD is not None
-    finished = newest_row(sites.start - sites.start % ledger.block, ledger.block) + 1
-    reads = ledger.rows(finished, sites.start, last_row=finished - 1)
-    key_GLMD, phi_GLMMD = _spread(ledger, bank, sites, reads, ledger.source_gradient_NTD, last=False)
-    torch.sum(key_GLMD, 0, out=ledger.key_gradient_SMD[sites.start : sites.stop])
-    if ledger.phi_gradient_SVM is not None:
-        phi_LMMD = phi_GLMMD.sum(0)  # stream, gate, column -> stream and column, gate
-        ledger.phi_gradient_SVM[sites.start : sites.stop] = phi_LMMD.transpose(-1, -2).flatten(1, 2)
+def _site_weights(ledger: StreamLedger, site: int) -> dict[str, Any]:
+    gated = ledger.phi_SKV is not None
+    which = site if gated else slice(0)
+    return {
+        "site": site,
+        "pair": ledger.bases[site] + newest_row(site, ledger.block),
+        "score_TPM": ledger.score_TPM,
+        "lse_TSM": ledger.lse_TSM,
+        "phi_KV": None if ledger.phi_SKV is None else ledger.phi_SKV[site],
+        "scale": ledger.scale_S[which],
+        "bias_M": ledger.bias_SM[which],
+        "kept": ledger.kept_STM[which],
+    }
 
 
-def _spread(
-    ledger: StreamLedger, bank: Tensor, sites: range, reads: Site, result: Tensor, *, last: bool
-) -> tuple[Tensor, Tensor]:
-    assert ledger.scalar_LWT is not None and ledger.tap_gradient_GQKD is not None
-    local = sites.start % ledger.block
-    later = ledger.num_rows + ledger.block + local
-    return spread(
-        ledger.streams(bank),
-        reads,
-        sites=sites,
-        gradient_LTD=bank[ledger.num_rows + local :],
-        later_LTD=bank[later:],
-        later_from=0 if local else 1,
-        later_owner=ledger.owner(reads.num_sources, sites.start),
-        key_SMD=ledger.key_SMD,
-        phi_SVM=ledger.phi_SVM,
-        base_S=ledger.base_S,
-        score_PMT=ledger.score_PMT,
-        lse_SMT=ledger.lse_SMT,
-        scalar_LWT=ledger.scalar_LWT[local:],
-        max_sources=ledger.num_rows,
-        max_taps=ledger.max_taps,
-        result=result,
-        tap_gradient_GQKD=ledger.tap_gradient_GQKD,
-        last=last,
-    )
+def _expand(
+    ledger: StreamLedger, source_TD: Tensor, stream_MTD: Tensor, *, row: int, site: int, sites: range | None
+) -> None:
+    expand(
+        ledger.streams, source_TD, stream_MTD, owner=ledger.owner(row, site), key_SMD=ledger.key_SMD,
+        base_S=ledger.base_S, score_TPM=ledger.score_TPM, source_row=row, sites=sites,
+    )  # fmt: skip
 
 
-def spread_newest(ledger: StreamLedger, bank: Tensor, site: int, reads: Site, result_TD: Tensor) -> None:
-    """Write the gradient of the running sum that a site reads."""
-    _spread(ledger, bank, range(site, site + 1), reads, result_TD, last=True)
+def _make_streams(ledger: StreamLedger, bank: Tensor, site: int, phase: Phase, *, final: bool) -> None:
+    """The streams of all finished sources that the phase reads, and unless ``final`` their logits."""
+    if ledger.stream_FMTD is None:
+        num_streams = ledger.streams.num_streams
+        ledger.stream_FMTD = bank.new_empty((ledger.num_rows, num_streams, *bank.shape[1:]))
+    if ledger.scope == "site" and ledger.made_for != site:
+        ledger.made_rows, ledger.made_for = 0, site
+    # a finished source's logits for all sites to come, in one expansion
+    readers = range(site, site + 1 if ledger.scope == "site" else ledger.num_sites)
+    for row in range(ledger.made_rows, phase.num_rows):
+        _expand(ledger, bank[row], ledger.stream_FMTD[row], row=row, site=site, sites=None if final else readers)
+    ledger.made_rows = max(ledger.made_rows, phase.num_rows)
+
+
+def _mix_phase(ledger: StreamLedger, phase: Phase, *, final: bool) -> None:
+    assert ledger.stream_FMTD is not None
+    if ledger.mix_LMTD is None or len(ledger.mix_LMTD) < len(phase.sites):
+        ledger.mix_LMTD = None
+        ledger.mix_LMTD = torch.empty_like(ledger.stream_FMTD[:1]).expand(len(phase.sites), -1, -1, -1).contiguous()
+    logits: dict[str, Any] = {"score_TPM": ledger.score_TPM, "lse_TSM": ledger.lse_TSM}
+    mix(ledger.stream_FMTD, phase, mix_LMTD=ledger.mix_LMTD, final=final, **logits)
+    ledger.phase = phase
+
+
+def _mixes(ledger: StreamLedger, site: int, phase: Phase, *, final: bool) -> Tensor:
+    """The site's mixes of the finished sources."""
+    if ledger.phase == phase:
+        assert ledger.mix_LMTD is not None
+        return ledger.mix_LMTD[site - phase.sites.start]
+    if not final:
+        _mix_phase(ledger, phase, final=False)
+        return _mixes(ledger, site, phase, final=False)
+    # recomputed while backward may hold the Go of another phase: the site by itself, in memory of its own
+    assert ledger.stream_FMTD is not None
+    alone = Phase(
+        sites=range(site, site + 1), num_rows=phase.num_rows, first_base=ledger.bases[site],
+        first_pairs=newest_row(site, ledger.block) + 1,
+    )  # fmt: skip
+    mix_LMTD = torch.empty_like(ledger.stream_FMTD[:1])
+    mix(ledger.stream_FMTD, alone, score_TPM=ledger.score_TPM, lse_TSM=ledger.lse_TSM, mix_LMTD=mix_LMTD, final=True)
+    return mix_LMTD[0]
+
+
+def _newest(ledger: StreamLedger, site: int, source_TD: Tensor, *, final: bool) -> Tensor | None:
+    """The streams of a running sum, and unless ``final`` their logits; None where the newest source is finished."""
+    if site % ledger.block == 0:
+        return None
+    newest_MTD = source_TD.new_empty((ledger.streams.num_streams, *source_TD.shape))
+    row = newest_row(site, ledger.block)
+    _expand(ledger, source_TD, newest_MTD, row=row, site=site, sites=None if final else range(site, site + 1))
+    return newest_MTD
+
+
+def _fold(
+    ledger: StreamLedger, source_TD: Tensor, gradient_MTD: Tensor, owner: int, result_TD: Tensor, *, add: bool
+) -> None:
+    assert ledger.tap_gradient_QKD is not None
+    num_tokens, width = source_TD.shape
+    splits = num_splits(num_tokens, max(1, width // chunk(width, 64) // 2))
+    taps = fold(ledger.streams, source_TD, gradient_MTD, owner=owner, result_TD=result_TD, add=add, splits=splits)
+    ledger.tap_gradient_QKD[owner] += taps.sum(0)
+
+
+def _gather_phase(ledger: StreamLedger, bank: Tensor, phase: Phase) -> None:
+    """What the sites of a phase add to the gradients of the finished sources, their kernels and the sites' keys."""
+    assert ledger.stream_FMTD is not None and ledger.mix_LMTD is not None and ledger.scalar_LTW is not None
+    assert ledger.source_gradient_FTD is not None and ledger.key_gradient_SMD is not None
+    _, num_streams, num_tokens, width = ledger.stream_FMTD.shape
+    coefficient_FMLT = ledger.scalar_LTW.new_empty((phase.num_rows, num_streams, len(phase.sites), num_tokens))
+    buffer = torch.empty_like(ledger.stream_FMTD[:_GATHERED_ROWS])
+    narrow_key_SMD = ledger.key_SMD.to(bank.dtype)
+    for first in range(0, phase.num_rows, _GATHERED_ROWS):
+        rows = range(first, min(first + _GATHERED_ROWS, phase.num_rows))
+        gather(
+            ledger.mix_LMTD, ledger.stream_FMTD, phase, rows=rows, key_SMD=narrow_key_SMD, score_TPM=ledger.score_TPM,
+            lse_TSM=ledger.lse_TSM, scalar_LTW=ledger.scalar_LTW, stream_gradient=buffer,
+            coefficient_FMLT=coefficient_FMLT, eps=ledger.streams.eps,
+        )  # fmt: skip
+        for row in rows:
+            owner = ledger.owner(row, phase.sites.start)
+            _fold(ledger, bank[row], buffer[row - first], owner, ledger.source_gradient_FTD[row], add=True)
+    splits = num_splits(num_tokens, width // chunk(width, 64) * num_streams)
+    found = keys(ledger.stream_FMTD, coefficient_FMLT, num_rows=phase.num_rows, splits=splits)
+    ledger.key_gradient_SMD[phase.sites.start : phase.sites.stop] += found.sum(0)

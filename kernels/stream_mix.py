@@ -1,10 +1,9 @@
-"""Forward kernels of multi-stream routing (msar): expand, mix over depth, gate and add the streams of a site.
+"""Forward kernels of multi-stream routing (msar): mixes of finished sources, a phase at a time, and a site's output.
 
-Between :mod:`scaling.kernels.streams`, which expands and scores, and :mod:`scaling.kernels.stream_bank`. The gates need
-the mixes' projections over the whole width before any stream can be added, so sources are expanded twice:
-
-- :func:`measure` mixes and projects on the gates' weights; :func:`gate` turns the projections into gates;
-- :func:`blend` mixes again and adds the gated streams.
+Between :mod:`scaling.kernels.streams`, which makes the streams, and :mod:`scaling.kernels.stream_ledger`. The sites of
+a block read the same finished sources, and their logits are known when the block begins: :func:`mix` reads each stream
+once for all of them. :func:`blend` folds a site's running sum in, projects the mixes on the gates' weights, and adds
+the gated streams; a program reads its token's rows a second time, from cache.
 
 Shape legend: as in :mod:`scaling.kernels.streams`.
 """
@@ -15,218 +14,232 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from scaling.kernels.streams import Site, Streams, column_ranges, expand, stream_weights, tile_sides
+from scaling.kernels.streams import Phase, chunk
 from scaling.kernels.tile import narrow
 
+_ROWS = 2  # tokens of a program of blend, which share what they load of the gates' weights
 
-@triton.jit(do_not_specialize=["num_sources", "last_row", "first_owner", "num_tokens"])
-def _measure_kernel(
-    bank_ptr,  # (N, T, D)
-    tap_ptr,  # (Q, K, D) float32
-    phi_ptr,  # (M * D, M) float32, of the site
-    segment_ptr,
-    table_ptr,
-    score_ptr,  # (N, M, T) float32, of the site
-    lse_ptr,  # (M, T) float32, of the site
-    stat_ptr,  # (R, M + 1, T) float32: projections of the range's columns, and its sum of squares
-    num_sources,
-    last_row,  # where the newest source is
-    first_owner,
-    owner_step,
+
+@triton.jit(do_not_specialize=["num_rows", "first_site", "first_base", "first_pairs", "num_tokens", "num_pairs"])
+def _mix_kernel(
+    stream_ptr,  # (F, M, T, D)
+    score_ptr,  # (T, P, M) float32
+    lse_ptr,  # (T, S, M) float32; FINAL: of all sources, else out: of the finished ones
+    mix_ptr,  # (L, M, T, D) out
+    num_rows,
+    first_site,
+    first_base,
+    first_pairs,
     num_tokens,
-    row_stride,
-    owner_stride,
+    num_pairs,
+    num_sites,
+    FINAL: tl.constexpr,
+    SITES: tl.constexpr,
+    ROWS: tl.constexpr,
     M: tl.constexpr,
-    MP: tl.constexpr,
     D: tl.constexpr,
-    RANGE: tl.constexpr,
-    SOURCES: tl.constexpr,
-    TOKENS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
-    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
-    token_mask = token < num_tokens
-    row = tl.arange(0, SOURCES)
-    row_mask = row < num_sources
-    held = tl.where(row == num_sources - 1, last_row, row).to(tl.int64)[:, None, None]
-    owner = (first_owner + row * owner_step).to(tl.int64)[:, None, None]
-    gate = tl.arange(0, MP)
-    gate_mask = gate < M
-    first_column = tl.program_id(1) * RANGE
-    square = tl.zeros([TOKENS], tl.float32)
-    projected = tl.zeros([TOKENS, MP], tl.float32)
-    for stream in range(0, M):
-        first_tap = tl.load(table_ptr + stream)
-        taps = tl.load(table_ptr + M + stream)
-        weight = stream_weights(score_ptr, lse_ptr, row, row_mask, stream, token, token_mask, num_tokens, M)
-        for start in range(0, RANGE, COLUMNS):
-            column = first_column + start + tl.arange(0, COLUMNS)
-            x = expand(
-                bank_ptr + held * row_stride + column[None, None, :],
-                tap_ptr + owner * owner_stride + first_tap * D + column[None, None, :],
-                row_mask[:, None, None], segment_ptr, token, token_mask, taps, D, SOURCES, TOKENS, COLUMNS,
-            )  # fmt: skip
-            mixed = tl.sum(x * weight[:, :, None], 0)
-            square += tl.sum(mixed * mixed, 1)
-            phi = tl.load(
-                phi_ptr + (stream * D + column)[None, :] * M + gate[:, None], mask=gate_mask[:, None], other=0.0
-            )
-            projected += tl.sum(mixed[:, None, :] * phi[None, :, :], 2)
-    stat_row_ptr = stat_ptr + tl.program_id(1).to(tl.int64) * (M + 1) * num_tokens + token
-    tl.store(stat_row_ptr + M * num_tokens, square, mask=token_mask)
-    tl.store(
-        stat_row_ptr[:, None] + gate[None, :] * num_tokens, projected, mask=token_mask[:, None] & gate_mask[None, :]
-    )
+    token = tl.program_id(0).to(tl.int64)
+    stream = tl.program_id(1)
+    column = tl.arange(0, COLUMNS)
+    plane = tl.cast(num_tokens, tl.int64) * D
+    place = stream * plane + token * D + column
+    row = tl.arange(0, ROWS)
+    pairs_ptr = score_ptr + (token * num_pairs + first_base) * M + stream
+    lses_ptr = lse_ptr + (token * num_sites + first_site) * M + stream
+    lse = ()
+    for local in tl.static_range(SITES):
+        if FINAL:
+            lse = lse + (tl.load(lses_ptr + local * M),)
+        else:
+            first = 0
+            if local > 0:
+                first = first_pairs + (local - 1) * (num_rows + 1)
+            score = tl.load(pairs_ptr + (first + row) * M, mask=row < num_rows, other=float("-inf"))
+            top = tl.max(score, 0)
+            total = top + tl.log(tl.sum(tl.exp(score - top), 0))
+            tl.store(lses_ptr + local * M, total)
+            lse = lse + (total,)
+    for start in range(0, D, COLUMNS):
+        mixed = ()
+        for _ in tl.static_range(SITES):
+            mixed = mixed + (tl.zeros([COLUMNS], tl.float32),)
+        for index in tl.range(0, num_rows, num_stages=STAGES):
+            x = tl.load(stream_ptr + tl.cast(index, tl.int64) * (M * plane) + place + start).to(tl.float32)
+            more = ()
+            for local in tl.static_range(SITES):
+                first = 0
+                if local > 0:
+                    first = first_pairs + (local - 1) * (num_rows + 1)
+                share = tl.exp(tl.load(pairs_ptr + (first + index) * M) - lse[local])
+                more = more + (mixed[local] + share * x,)
+            mixed = more
+        for local in tl.static_range(SITES):
+            out_ptr = mix_ptr + local * (M * plane) + place + start
+            tl.store(out_ptr, narrow(mixed[local], mix_ptr.dtype.element_ty))
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_ranges"])
-def _gate_kernel(
-    stat_ptr,  # (R, M + 1, T)
-    scale_ptr,  # () the site's gate scale
-    bias_ptr,  # (M,)
-    gate_ptr,  # (M, T) out
-    kept_ptr,  # (M + 1, T) out: projections, and the RMS factor of the mixes together
-    num_tokens,
-    num_ranges,
-    eps,
-    M: tl.constexpr,
-    D: tl.constexpr,
-    TOKENS: tl.constexpr,
-):
-    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
-    mask = token < num_tokens
-    scale = tl.load(scale_ptr)
-    square = tl.zeros([TOKENS], tl.float32)
-    for part in range(0, num_ranges):
-        square += tl.load(stat_ptr + (part * (M + 1) + M) * num_tokens + token, mask=mask, other=0.0)
-    factor = 1.0 / tl.sqrt_rn(square / (M * D) + eps)
-    tl.store(kept_ptr + M * num_tokens + token, factor, mask=mask)
-    for stream in range(0, M):
-        projected = tl.zeros([TOKENS], tl.float32)
-        for part in range(0, num_ranges):
-            projected += tl.load(stat_ptr + (part * (M + 1) + stream) * num_tokens + token, mask=mask, other=0.0)
-        tl.store(kept_ptr + stream * num_tokens + token, projected, mask=mask)
-        logit = scale * projected * factor + tl.load(bias_ptr + stream)
-        tl.store(gate_ptr + stream * num_tokens + token, tl.sigmoid(logit), mask=mask)
-
-
-@triton.jit(do_not_specialize=["num_sources", "last_row", "first_owner", "num_tokens"])
+@triton.jit(do_not_specialize=["site", "pair", "num_tokens", "num_pairs"])
 def _blend_kernel(
-    bank_ptr,  # (N, T, D)
-    tap_ptr,  # (Q, K, D) float32
-    segment_ptr,
-    table_ptr,
-    score_ptr,  # (N, M, T) float32, of the site
-    lse_ptr,  # (M, T) float32, of the site
-    gate_ptr,  # (M, T) float32
+    mix_ptr,  # (M, T, D) mixes of the finished sources
+    newest_ptr,  # (M, T, D) streams of the running sum
+    score_ptr,  # (T, P, M) float32
+    lse_ptr,  # (T, S, M) float32; FINAL: of all sources, else in: of the finished ones, out: of all
+    phi_ptr,  # (M, M * D) float32 of the site, gates first
+    scale_ptr,  # () float32
+    bias_ptr,  # (M,) float32
+    kept_ptr,  # (T, M + 1) float32 out: projections, and the RMS factor of the mixes together
     output_ptr,  # (T, D)
-    num_sources,
-    last_row,
-    first_owner,
-    owner_step,
+    site,
+    pair,  # of the running sum
     num_tokens,
-    row_stride,
-    owner_stride,
+    num_pairs,
+    num_sites,
+    eps,
+    NEWEST: tl.constexpr,
+    FINAL: tl.constexpr,
     GATED: tl.constexpr,
     M: tl.constexpr,
     D: tl.constexpr,
-    SOURCES: tl.constexpr,
     TOKENS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
-    token_mask = token < num_tokens
-    row = tl.arange(0, SOURCES)
-    row_mask = row < num_sources
-    held = tl.where(row == num_sources - 1, last_row, row).to(tl.int64)[:, None, None]
-    owner = (first_owner + row * owner_step).to(tl.int64)[:, None, None]
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    output = tl.zeros([TOKENS, COLUMNS], tl.float32)
-    for stream in range(0, M):
-        first_tap = tl.load(table_ptr + stream)
-        taps = tl.load(table_ptr + M + stream)
-        weight = stream_weights(score_ptr, lse_ptr, row, row_mask, stream, token, token_mask, num_tokens, M)
-        if GATED:
-            weight *= tl.load(gate_ptr + stream * num_tokens + token, mask=token_mask, other=0.0)[None, :]
-        else:
-            weight *= 1.0 / M
-        x = expand(
-            bank_ptr + held * row_stride + column[None, None, :],
-            tap_ptr + owner * owner_stride + first_tap * D + column[None, None, :],
-            row_mask[:, None, None], segment_ptr, token, token_mask, taps, D, SOURCES, TOKENS, COLUMNS,
-        )  # fmt: skip
-        output += tl.sum(x * weight[:, :, None], 0)
-    place = token[:, None].to(tl.int64) * D + column[None, :]
-    tl.store(output_ptr + place, narrow(output, output_ptr.dtype.element_ty), mask=token_mask[:, None])
+    token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    mask = token < num_tokens
+    column = tl.arange(0, COLUMNS)
+    plane = tl.cast(num_tokens, tl.int64) * D
+    place = token[:, None] * D + column[None, :]
+    older = ()  # the weight of what is finished, and of the newest
+    newer = ()
+    for stream in tl.static_range(M):
+        lses_ptr = lse_ptr + (token * num_sites + site) * M + stream
+        weight = tl.full([TOKENS], 1.0, tl.float32)
+        share = tl.zeros([TOKENS], tl.float32)
+        if NEWEST:
+            lse = tl.load(lses_ptr, mask=mask, other=0.0)
+            score = tl.load(score_ptr + (token * num_pairs + pair) * M + stream, mask=mask, other=0.0)
+            total = lse
+            if not FINAL:
+                top = tl.maximum(lse, score)
+                total = top + tl.log(tl.exp(lse - top) + tl.exp(score - top))
+                weight = tl.exp(lse - total)
+                tl.store(lses_ptr, total, mask=mask)
+            share = tl.exp(score - total)
+        older = older + (weight[:, None],)
+        newer = newer + (share[:, None],)
+    gates = ()
+    if GATED:
+        square = tl.zeros([TOKENS, COLUMNS], tl.float32)
+        along = ()
+        for _ in tl.static_range(M):
+            along = along + (tl.zeros([TOKENS, COLUMNS], tl.float32),)
+        for start in range(0, D, COLUMNS):
+            for stream in tl.static_range(M):
+                spot = stream * plane + place + start
+                mixed = older[stream] * tl.load(mix_ptr + spot, mask=mask[:, None], other=0.0).to(tl.float32)
+                if NEWEST:
+                    value = tl.load(newest_ptr + spot, mask=mask[:, None], other=0.0).to(tl.float32)
+                    mixed += newer[stream] * value
+                square += mixed * mixed
+                more = ()
+                for gate in tl.static_range(M):
+                    phi = tl.load(phi_ptr + (gate * M + stream) * D + start + column)
+                    more = more + (along[gate] + mixed * phi[None, :],)
+                along = more
+        factor = 1.0 / tl.sqrt_rn(tl.sum(square, 1) / (M * D) + eps)
+        tl.store(kept_ptr + token * (M + 1) + M, factor, mask=mask)
+        scale = tl.load(scale_ptr)
+        for gate in tl.static_range(M):
+            projected = tl.sum(along[gate], 1)
+            tl.store(kept_ptr + token * (M + 1) + gate, projected, mask=mask)
+            gates = gates + (tl.sigmoid(scale * projected * factor + tl.load(bias_ptr + gate))[:, None],)
+    for start in range(0, D, COLUMNS):
+        output = tl.zeros([TOKENS, COLUMNS], tl.float32)
+        for stream in tl.static_range(M):
+            spot = stream * plane + place + start
+            mixed = older[stream] * tl.load(mix_ptr + spot, mask=mask[:, None], other=0.0).to(tl.float32)
+            if NEWEST:
+                mixed += newer[stream] * tl.load(newest_ptr + spot, mask=mask[:, None], other=0.0).to(tl.float32)
+            if GATED:
+                output += gates[stream] * mixed
+            else:
+                output += mixed / M
+        tl.store(output_ptr + place + start, narrow(output, output_ptr.dtype.element_ty), mask=mask[:, None])
 
 
-def measure(streams: Streams, site: Site, *, phi_VM: Tensor, score_NMT: Tensor, lse_MT: Tensor) -> Tensor:
-    """Return the mixes' projections and sums of squares, ``(R, M + 1, T)``, by range of the width."""
-    num_streams, num_tokens = streams.num_streams, streams.segment_T.shape[0]
-    width = streams.bank_NTD.shape[-1]
-    sides = tile_sides(site.num_sources, width)
-    ranges = column_ranges(num_tokens, width, sides["COLUMNS"])
-    stat = lse_MT.new_empty((ranges, num_streams + 1, num_tokens))
-    _measure_kernel[(triton.cdiv(num_tokens, sides["TOKENS"]), ranges)](
-        streams.bank_NTD,
-        streams.tap_QKD,
-        phi_VM,
-        streams.segment_T,
-        streams.table_2M,
-        score_NMT,
-        lse_MT,
-        stat,
-        site.num_sources,
-        site.last_row,
-        site.first_owner,
-        site.owner_step,
+def mix(
+    stream_FMTD: Tensor, phase: Phase, *, score_TPM: Tensor, lse_TSM: Tensor, mix_LMTD: Tensor, final: bool
+) -> None:
+    """Write the mixes of the finished sources for the sites of a phase.
+
+    ``final``: ``lse_TSM`` is of all sources of a site; else it is written, of the finished ones.
+    """
+    _, num_streams, num_tokens, width = stream_FMTD.shape
+    _mix_kernel[(num_tokens, num_streams)](
+        stream_FMTD,
+        score_TPM,
+        lse_TSM,
+        mix_LMTD,
+        phase.num_rows,
+        phase.sites.start,
+        phase.first_base,
+        phase.first_pairs,
         num_tokens,
-        streams.bank_NTD.stride(0),
-        streams.tap_QKD.stride(0),
+        score_TPM.shape[1],
+        lse_TSM.shape[1],
+        FINAL=final,
+        SITES=len(phase.sites),
+        ROWS=triton.next_power_of_2(phase.num_rows),
         M=num_streams,
-        MP=triton.next_power_of_2(num_streams),
         D=width,
-        RANGE=width // ranges,
-        **sides,
+        COLUMNS=chunk(width),
+        STAGES=3,
+        num_warps=1,
     )
-    return stat
-
-
-def gate(stat: Tensor, *, scale: Tensor, bias_M: Tensor, kept: Tensor, width: int, eps: float) -> Tensor:
-    """Return the gates ``(M, T)``; ``kept`` takes the projections and the mixes' RMS factor, for the backward pass."""
-    ranges, rows, num_tokens = stat.shape
-    gate_MT = stat.new_empty((rows - 1, num_tokens))
-    _gate_kernel[(triton.cdiv(num_tokens, 128),)](
-        stat, scale, bias_M, gate_MT, kept, num_tokens, ranges, eps, M=rows - 1, D=width, TOKENS=128, num_warps=4
-    )
-    return gate_MT
 
 
 def blend(
-    streams: Streams, site: Site, *, score_NMT: Tensor, lse_MT: Tensor, gate_MT: Tensor | None, output_TD: Tensor
+    mix_MTD: Tensor,
+    newest_MTD: Tensor | None,
+    *,
+    site: int,
+    pair: int,
+    score_TPM: Tensor,
+    lse_TSM: Tensor,
+    phi_KV: Tensor | None,
+    scale: Tensor,
+    bias_M: Tensor,
+    kept: Tensor,
+    output_TD: Tensor,
+    eps: float,
+    final: bool,
 ) -> None:
-    """Write the gated sum of the streams' mixes; their mean without gates."""
-    num_streams, num_tokens = streams.num_streams, streams.segment_T.shape[0]
-    width = streams.bank_NTD.shape[-1]
-    sides = tile_sides(site.num_sources, width)
-    _blend_kernel[(triton.cdiv(num_tokens, sides["TOKENS"]), width // sides["COLUMNS"])](
-        streams.bank_NTD,
-        streams.tap_QKD,
-        streams.segment_T,
-        streams.table_2M,
-        score_NMT,
-        lse_MT,
-        lse_MT if gate_MT is None else gate_MT,
+    """Write a site's output and, unless ``final``, the log-sum-exps of all its sources; ``kept`` is for backward."""
+    num_streams, num_tokens, width = mix_MTD.shape
+    _blend_kernel[(triton.cdiv(num_tokens, _ROWS),)](
+        mix_MTD,
+        mix_MTD if newest_MTD is None else newest_MTD,
+        score_TPM,
+        lse_TSM,
+        lse_TSM if phi_KV is None else phi_KV,
+        scale,
+        bias_M,
+        kept,
         output_TD,
-        site.num_sources,
-        site.last_row,
-        site.first_owner,
-        site.owner_step,
+        site,
+        pair,
         num_tokens,
-        streams.bank_NTD.stride(0),
-        streams.tap_QKD.stride(0),
-        GATED=gate_MT is not None,
+        score_TPM.shape[1],
+        lse_TSM.shape[1],
+        eps,
+        NEWEST=newest_MTD is not None,
+        FINAL=final,
+        GATED=phi_KV is not None,
         M=num_streams,
         D=width,
-        **sides,
+        TOKENS=_ROWS,
+        COLUMNS=chunk(width),
+        num_warps=1,
     )

@@ -1,7 +1,7 @@
 """The calls that ``scaling bench kernels`` times, at the geometry of a benchmark shape, with the bytes each must move.
 
-Between the kernels and :mod:`scaling.kernels.benchmark`. Bytes count every tensor once; what the streams' kernels read
-again for each tap comes from cache and is not counted, so that their share of the copy rate also shows arithmetic.
+Between the kernels and :mod:`scaling.kernels.benchmark`; :mod:`scaling.kernels.timed_streams` has those of msar. Bytes
+count every tensor once.
 
 Shape legend: N rows, S sites, T tokens, D width, H heads, K sources of a group, M streams.
 """
@@ -23,16 +23,11 @@ from scaling.kernels.hyper_forward import step
 from scaling.kernels.hyper_phi import phi_gradient
 from scaling.kernels.pull import pull
 from scaling.kernels.pull_group import pull_group
-from scaling.kernels.stream_contract import contract, settle
-from scaling.kernels.stream_mix import blend, measure
-from scaling.kernels.stream_spread import num_splits, spread
-from scaling.kernels.streams import Site, Streams, score, segments
+from scaling.kernels.timed_streams import stream_cases
 
 _HEADS = 8
 _GROUP = 8
 _STREAMS = 4
-_TAPS = (1, 4, 8, 12)  # msar's default
-_SOURCES = 9  # at the last sites of eight blocks
 
 Case = tuple[str, str, int, Callable[[], Any]]
 
@@ -40,7 +35,7 @@ Case = tuple[str, str, int, Callable[[], Any]]
 def cases(shape: Shape, device: str = "cuda") -> Iterator[Case]:
     """(operation, pass, bytes that must move, call) of every kernel."""
     yield from _routing(shape, device)
-    yield from _streams(shape, device)
+    yield from stream_cases(shape, device)
     yield from _hyper(shape, device)
 
 
@@ -115,67 +110,6 @@ def _routing(shape: Shape, device: str) -> Iterator[Case]:
             heads=_HEADS,
         )  # fmt: skip
         yield f"query_gradient of {sites} sites", "backward", _GROUP * row + coefficient_THMK.nbytes, call
-
-
-def _streams(shape: Shape, device: str) -> Iterator[Case]:
-    """Multi-stream routing at a site that reads eight finished blocks and a running sum, and a block's gradients."""
-    D, T, M, N = shape.width, shape.batch * shape.time, _STREAMS, _SOURCES
-    row, block = T * D * 2, max(1, 2 * shape.layers // 8)
-    wide: dict[str, Any] = {"device": device}
-    bank = torch.randn(N + 2 * block, T, D, device=device, dtype=torch.bfloat16)
-    starts = [sum(_TAPS[:j]) for j in range(M)]
-    table = torch.tensor([starts, list(_TAPS)], dtype=torch.int32, **wide)
-    streams = Streams(
-        bank_NTD=bank,
-        tap_QKD=torch.randn(N, sum(_TAPS), D, **wide),
-        segment_T=segments(None, shape.batch, shape.time, torch.device(device)),
-        table_2M=table,
-        eps=1e-6,
-    )
-    key_SMD, phi_SVM = torch.randn(block, M, D, **wide) * 0.05, torch.randn(block, M * D, M, **wide) * 0.02
-    base_S = torch.arange(0, N * (block + 1), N, dtype=torch.int32, **wide)
-    score_PMT = torch.randn(N * block, M, T, **wide)
-    lse_SMT = score_PMT.view(block, N, M, T).logsumexp(1)
-    reads = Site(num_sources=N, last_row=N - 1, first_owner=0, owner_step=1)
-    scores, lse, phi = score_PMT[:N], lse_SMT[0], phi_SVM[0]
-    gates, output = torch.rand(M, T, **wide), torch.empty_like(bank[0])
-    kept = torch.rand(M + 1, T, **wide)
-    scalar_LWT = torch.randn(block, 2 * M + 1 + 2 * N * M, T, **wide)
-    source_gradient = torch.zeros(N, T, D, **wide)
-    tap_gradient = torch.zeros(num_splits(T, D), N, sum(_TAPS), D, **wide)
-    common = {"score_NMT": scores, "lse_MT": lse}
-    pairs = N * M * T * 4
-    yield (
-        f"streams score for {block} sites", "forward", row + block * M * T * 4,
-        partial(
-            score, streams, key_SMD=key_SMD, base_S=base_S, score_PMT=score_PMT, bank_row=1, source_row=1, owner=1,
-            sites=range(block),
-        ),
-    )  # fmt: skip
-    yield f"streams measure {N}", "forward", N * row + pairs, partial(measure, streams, reads, phi_VM=phi, **common)
-    call: Callable[[], Any] = partial(blend, streams, reads, gate_MT=gates, output_TD=output, **common)
-    yield f"streams blend {N}", "forward", (N + 1) * row + pairs, call
-    gradient_TD = bank[N]
-    call = partial(contract, streams, reads, gradient_TD=gradient_TD, phi_VM=phi, **common)
-    stat: torch.Tensor = call()
-    yield f"streams contract {N}", "backward", (N + 1) * row + pairs + stat.nbytes, call
-    call = partial(
-        settle, stat, kept=kept, scale=kept[0, :1], bias_M=kept[:, 0].contiguous(), scalar_WT=scalar_LWT[0],
-        max_sources=N, width=D, eps=1e-6, **common,
-    )  # fmt: skip
-    yield f"streams settle {N}", "backward", stat.nbytes + 4 * pairs, call
-    for last in (True, False):
-        finished = Site(
-            num_sources=N if last else N - 1, last_row=N - 1 if last else N - 2, first_owner=0, owner_step=1
-        )
-        call = partial(
-            spread, streams, finished, sites=range(1 if last else block), gradient_LTD=bank[N:],
-            later_LTD=bank[N + block :], later_from=1, later_owner=N - 1, key_SMD=key_SMD, phi_SVM=phi_SVM,
-            base_S=base_S, score_PMT=score_PMT, lse_SMT=lse_SMT, scalar_LWT=scalar_LWT, max_sources=N,
-            max_taps=max(_TAPS), result=output if last else source_gradient, tap_gradient_GQKD=tap_gradient, last=last,
-        )  # fmt: skip
-        moved = (N + 2) * row if last else (N - 1) * 5 * row + (2 * block - 1) * row
-        yield f"streams spread {'newest' if last else 'finished'}", "backward", moved, call
 
 
 def _hyper(shape: Shape, device: str) -> Iterator[Case]:

@@ -1,0 +1,86 @@
+"""The calls of multi-stream routing (msar) that ``scaling bench kernels`` times, with the bytes each must move.
+
+Part of :mod:`scaling.kernels.timed`, at the last full block of eight. Bytes count every tensor once: what a kernel
+reads again for each tap, or in a second pass over a token, comes from cache and is not counted.
+
+Shape legend: as in :mod:`scaling.kernels.streams`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+
+from scaling.kernels.decoder import Shape
+from scaling.kernels.stream_contract import contract, num_scalars, turn
+from scaling.kernels.stream_fold import fold
+from scaling.kernels.stream_gather import gather, keys
+from scaling.kernels.stream_ledger import num_splits
+from scaling.kernels.stream_mix import blend, mix
+from scaling.kernels.streams import Phase, Streams, ages, chunk, expand
+
+_TAPS = (1, 4, 8, 12)  # msar's default
+_ROWS = 8  # finished sources at the last of eight blocks
+_GATHERED = 3
+
+Case = tuple[str, str, int, Callable[[], Any]]
+
+
+def stream_cases(shape: Shape, device: str) -> Iterator[Case]:
+    """(operation, pass, bytes that must move, call) of every kernel."""
+    D, T, M, F = shape.width, shape.batch * shape.time, len(_TAPS), _ROWS
+    L = max(1, 2 * shape.layers // 8)
+    U = T * D * 2
+    wide: dict[str, Any] = {"device": device}
+    kind: dict[str, Any] = {"device": device, "dtype": torch.bfloat16}
+    table = torch.tensor([[sum(_TAPS[:j]) for j in range(M)], list(_TAPS)], dtype=torch.int32, **wide)
+    tap_QKD = torch.randn(F, sum(_TAPS), D, **wide)
+    age_T = ages(None, shape.batch, shape.time, torch.device(device))
+    streams = Streams(tap_QKD=tap_QKD, table_2M=table, age_T=age_T, eps=1e-6)
+    source_TD, result_TD = torch.randn(T, D, **kind), torch.zeros(T, D, **wide)
+    stream_FMTD, mix_LMTD = torch.randn(F, M, T, D, **kind), torch.randn(L, M, T, D, **kind)
+    newest_MTD, gradient_TD = torch.randn(M, T, D, **kind), torch.randn(T, D, **kind)
+    key_SMD, phi_KV = torch.randn(L, M, D, **wide) * 0.05, torch.randn(M, M * D, **wide) * 0.02
+    base_S = torch.arange(0, (F + 1) * L, F + 1, dtype=torch.int32, **wide)
+    score_TPM = torch.randn(T, (F + 1) * L, M, **wide)
+    lse_TSM = score_TPM.view(T, L, F + 1, M).logsumexp(2)
+    kept, scalar_LTW = torch.rand(T, M + 1, **wide), torch.randn(L, T, num_scalars(M), **wide)
+    phase = Phase(sites=range(L), num_rows=F, first_base=0, first_pairs=F + 1)
+    coefficient = torch.randn(F, M, L, T, **wide)
+    buffer = torch.empty(_GATHERED, M, T, D, **kind)
+    logits: dict[str, Any] = {"score_TPM": score_TPM, "lse_TSM": lse_TSM}
+    site: dict[str, Any] = {"site": 0, "pair": F, "phi_KV": phi_KV, **logits}
+    gates: dict[str, Any] = {"scale": kept[0, :1], "bias_M": kept[0, :M].contiguous(), "kept": kept, "eps": 1e-6}
+    splits = num_splits(T, D // chunk(D, 64) * M)
+    pairs = T * M * 4  # of one site and source
+
+    expanding = partial(expand, streams, source_TD, newest_MTD, owner=1, key_SMD=key_SMD, base_S=base_S)
+    call: Callable[[], Any] = partial(expanding, score_TPM=score_TPM, source_row=1, sites=range(L))
+    yield f"streams expand, logits of {L} sites", "forward", (1 + M) * U + L * pairs, call
+    yield "streams expand", "backward", (1 + M) * U, partial(expanding, score_TPM=score_TPM)
+    call = partial(mix, stream_FMTD, phase, mix_LMTD=mix_LMTD, final=False, **logits)
+    yield f"streams mix {F} for {L} sites", "forward", (F + L) * M * U + F * L * pairs, call
+    call = partial(blend, mix_LMTD[0], newest_MTD, output_TD=torch.empty_like(source_TD), final=True, **site, **gates)
+    yield "streams blend", "forward", (2 * M + 1) * U, call
+    call = partial(contract, mix_LMTD[0], newest_MTD, gradient_TD, scalar_TW=scalar_LTW[0], **site, **gates)
+    yield "streams contract", "backward", (2 * M + 1) * U, call
+    call = partial(
+        turn, mix_LMTD[0], newest_MTD, gradient_TD, key_MD=key_SMD[0], scalar_TW=scalar_LTW[0] * 1e-3, splits=splits,
+        **site,
+    )  # fmt: skip
+    yield "streams turn", "backward", (4 * M + 1) * U, call
+    call = partial(
+        fold, streams, source_TD, newest_MTD, owner=1, result_TD=result_TD, add=True,
+        splits=num_splits(T, max(1, D // chunk(D, 64) // 2)),
+    )  # fmt: skip
+    yield "streams fold", "backward", (M + 5) * U, call
+    call = partial(
+        gather, mix_LMTD, stream_FMTD, phase, rows=range(_GATHERED), key_SMD=key_SMD.bfloat16(), scalar_LTW=scalar_LTW,
+        stream_gradient=buffer, coefficient_FMLT=coefficient, eps=1e-6, **logits,
+    )  # fmt: skip
+    yield f"streams gather {_GATHERED} from {L} sites", "backward", (2 * _GATHERED + L) * M * U, call
+    call = partial(keys, stream_FMTD, coefficient, num_rows=F, splits=splits)
+    yield f"streams keys of {L} sites", "backward", F * M * U + coefficient.nbytes, call
