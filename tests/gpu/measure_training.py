@@ -169,7 +169,7 @@ def corpus(args: argparse.Namespace) -> dict[str, Any]:
         data={"path": str(args.store), "seq_len": 64 if args.tiny else SEQ_LEN, "batch_size": 8 if args.tiny else 64},
         optimizer={"lr": 1e-3},
         schedule={"steps": 6 if args.tiny else 200},
-        evaluation={"every_steps": 100, "num_sequences": 16 if args.tiny else 256},
+        evaluation={"every_steps": 100, "num_sequences": 16 if args.tiny else 128},
         run={"log_every_steps": 2 if args.tiny else 20, "compile": CUDA, "save_weights": False},
     )
     path = args.scratch / "corpus.json"
