@@ -138,15 +138,15 @@ def _open(
     bases = [0]
     for site in range(num_sites):
         bases.append(bases[-1] + newest_row(site, block) + 1)
-    numbers = numbers_on(source.device, (*starts, *taps, *bases))
-    gated = bool(phi.numel())
+        gated = bool(phi.numel())
     for stale in [key for key, (storage, _) in _ledgers.items() if storage.expired()]:
         del _ledgers[stale]
     ledger = StreamLedger(
         num_sites=num_sites,
         streams=Streams(
             tap_QKD=tap,
-            table_2M=numbers[: 2 * num_streams].view(2, num_streams),
+            taps=tuple(taps),
+            first=tuple(starts),
             age_T=ages(document, batch, time, source.device),
             eps=eps,
         ),
@@ -156,7 +156,7 @@ def _open(
         phi_SKV=phi.transpose(1, 2).contiguous() if gated else None,
         scale_S=scale,
         bias_SM=bias,
-        base_S=numbers[2 * num_streams :],
+        base_S=numbers_on(source.device, tuple(bases)),
         bases=bases,
         score_TPM=tap.new_empty((batch * time, bases[-1], num_streams)),
         lse_TSM=tap.new_empty((batch * time, num_sites, num_streams)),

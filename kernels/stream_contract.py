@@ -21,11 +21,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from scaling.kernels.streams import chunk
+from scaling.kernels.streams import tile
 from scaling.kernels.tile import dot, is_exact, narrow
 
-_ROWS = 2  # tokens of a program of contract
-TURN_TOKENS = 32
+_CONTRACT = {"TOKENS": 2, "COLUMNS": 256, "num_warps": 1}
+_TURN = {"TOKENS": 32, "COLUMNS": 64, "num_warps": 4, "STAGES": 3}
 
 
 def num_scalars(num_streams: int) -> int:
@@ -45,7 +45,7 @@ def _contract_kernel(
     bias_ptr,
     kept_ptr,  # (T, M + 1) float32
     logit_gradient_ptr,  # (T, M) out
-    scalar_ptr,  # (T, W) out
+    scalar_ptr,  # (W, T) out
     site,
     pair,
     num_tokens,
@@ -62,9 +62,10 @@ def _contract_kernel(
     token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     mask = token < num_tokens
     column = tl.arange(0, COLUMNS)
-    plane = tl.cast(num_tokens, tl.int64) * D
+    line = tl.cast(num_tokens, tl.int64)
+    plane = line * D
     place = token[:, None] * D + column[None, :]
-    scalars_ptr = scalar_ptr + token * (5 * M + 1)
+    scalars_ptr = scalar_ptr + token
     newer = ()
     for stream in tl.static_range(M):
         share = tl.zeros([TOKENS], tl.float32)
@@ -95,14 +96,14 @@ def _contract_kernel(
             kappa += scale * logit_gradient * projected
             gates = gates + (gate,)
             turned = turned + (scale * factor * logit_gradient,)
-            tl.store(scalars_ptr + M + stream, turned[stream], mask=mask)
+            tl.store(scalars_ptr + (M + stream) * line, turned[stream], mask=mask)
         kappa *= factor * factor * factor / (M * D)
-        tl.store(scalars_ptr + 2 * M, kappa, mask=mask)
+        tl.store(scalars_ptr + 2 * M * line, kappa, mask=mask)
     else:
         for _ in tl.static_range(M):
             gates = gates + (tl.full([TOKENS], 1.0 / M, tl.float32),)
     for stream in tl.static_range(M):
-        tl.store(scalars_ptr + stream, gates[stream], mask=mask)
+        tl.store(scalars_ptr + stream * line, gates[stream], mask=mask)
         delta = tl.zeros([TOKENS, COLUMNS], tl.float32)
         along = tl.zeros([TOKENS, COLUMNS], tl.float32)
         square = tl.zeros([TOKENS, COLUMNS], tl.float32)
@@ -124,14 +125,14 @@ def _contract_kernel(
                 along += mix_gradient * value
                 square += value * value
         total = tl.sum(delta, 1)
-        tl.store(scalars_ptr + 2 * M + 1 + stream, total, mask=mask)
+        tl.store(scalars_ptr + (2 * M + 1 + stream) * line, total, mask=mask)
         if NEWEST:
             logit_gradient = newer[stream] * (tl.sum(along, 1) - total)
             factor = 1.0 / tl.sqrt_rn(tl.sum(square, 1) / D + eps)
             score = tl.load(score_ptr + (token * num_pairs + pair) * M + stream, mask=mask, other=0.0)
-            tl.store(scalars_ptr + 3 * M + 1 + stream, factor * logit_gradient, mask=mask)
+            tl.store(scalars_ptr + (3 * M + 1 + stream) * line, factor * logit_gradient, mask=mask)
             radial = factor * factor * logit_gradient * score / D
-            tl.store(scalars_ptr + 4 * M + 1 + stream, radial, mask=mask)
+            tl.store(scalars_ptr + (4 * M + 1 + stream) * line, radial, mask=mask)
 
 
 @triton.jit(do_not_specialize=["site", "pair", "num_tokens", "num_pairs", "span"])
@@ -143,7 +144,7 @@ def _turn_kernel(
     score_ptr,
     lse_ptr,
     phi_ptr,  # (M, M * D) float32 of the site, gates first
-    scalar_ptr,  # (T, W)
+    scalar_ptr,  # (W, T)
     phi_gradient_ptr,  # (G, M, M, D) float32 out, gates first
     key_gradient_ptr,  # (G, M, D) float32 out
     site,
@@ -158,6 +159,7 @@ def _turn_kernel(
     D: tl.constexpr,
     TOKENS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    STAGES: tl.constexpr,
     EXACT: tl.constexpr,
 ):
     GATES: tl.constexpr = 16
@@ -166,7 +168,8 @@ def _turn_kernel(
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     gate = tl.arange(0, GATES)
     kind: tl.constexpr = mix_ptr.dtype.element_ty
-    plane = stream.to(tl.int64) * num_tokens * D
+    line = tl.cast(num_tokens, tl.int64)
+    plane = stream * line * D
     if GATED:
         phi = ()
         for k in tl.static_range(M):
@@ -177,10 +180,10 @@ def _turn_kernel(
         key_gradient = tl.zeros([COLUMNS], tl.float32)
     first = split * span
     last = tl.minimum(first + span, num_tokens)
-    for start in range(first, last, TOKENS):
+    for start in tl.range(first, last, TOKENS, num_stages=STAGES):
         token = start + tl.arange(0, TOKENS)
         mask = token < last
-        scalars_ptr = scalar_ptr + token * (5 * M + 1)
+        scalars_ptr = scalar_ptr + token
         place = token[:, None] * D + column[None, :]
         mixed = tl.load(mix_ptr + plane + place, mask=mask[:, None], other=0.0).to(tl.float32)
         if NEWEST:
@@ -190,13 +193,13 @@ def _turn_kernel(
             share = tl.exp(score - lse)[:, None]
             mixed += share * value
         gradient = tl.load(gradient_ptr + place, mask=mask[:, None], other=0.0).to(tl.float32)
-        mix_gradient = tl.load(scalars_ptr + stream, mask=mask, other=0.0)[:, None] * gradient
+        mix_gradient = tl.load(scalars_ptr + stream * line, mask=mask, other=0.0)[:, None] * gradient
         if GATED:
-            mix_gradient -= tl.load(scalars_ptr + 2 * M, mask=mask, other=0.0)[:, None] * mixed
+            mix_gradient -= tl.load(scalars_ptr + 2 * M * line, mask=mask, other=0.0)[:, None] * mixed
             for k in tl.static_range(M):
-                mix_gradient += tl.load(scalars_ptr + M + k, mask=mask, other=0.0)[:, None] * phi[k]
+                mix_gradient += tl.load(scalars_ptr + (M + k) * line, mask=mask, other=0.0)[:, None] * phi[k]
             turned = tl.load(
-                (scalars_ptr + M)[None, :] + gate[:, None], mask=mask[None, :] & (gate < M)[:, None], other=0.0
+                scalars_ptr[None, :] + (M + gate)[:, None] * line, mask=mask[None, :] & (gate < M)[:, None], other=0.0
             )
             if EXACT:
                 phi_gradient = dot(turned, mixed, phi_gradient, EXACT)
@@ -207,8 +210,8 @@ def _turn_kernel(
                 phi_gradient = dot(narrow(turned - high.to(tl.float32), kind), narrowed, phi_gradient, EXACT)
         tl.store(mix_ptr + plane + place, narrow(mix_gradient, kind), mask=mask[:, None])
         if NEWEST:
-            coefficient = tl.load(scalars_ptr + 3 * M + 1 + stream, mask=mask, other=0.0)[:, None]
-            radial = tl.load(scalars_ptr + 4 * M + 1 + stream, mask=mask, other=0.0)[:, None]
+            coefficient = tl.load(scalars_ptr + (3 * M + 1 + stream) * line, mask=mask, other=0.0)[:, None]
+            radial = tl.load(scalars_ptr + (4 * M + 1 + stream) * line, mask=mask, other=0.0)[:, None]
             key_gradient += tl.sum(coefficient * value, 0)
             stream_gradient = share * mix_gradient + coefficient * key - radial * value
             tl.store(newest_ptr + plane + place, narrow(stream_gradient, kind), mask=mask[:, None])
@@ -232,13 +235,14 @@ def contract(
     scale: Tensor,
     bias_M: Tensor,
     kept: Tensor,
-    scalar_TW: Tensor,
+    scalar_WT: Tensor,
     eps: float,
 ) -> Tensor:
     """Write the scalars of a site's tokens; return the gradients of the gates' logits ``(T, M)``."""
     num_streams, num_tokens, width = mix_MTD.shape
-    logit_gradient_TM = scalar_TW.new_empty((num_tokens, num_streams))
-    _contract_kernel[(triton.cdiv(num_tokens, _ROWS),)](
+    logit_gradient_TM = scalar_WT.new_empty((num_tokens, num_streams))
+    sides = tile(_CONTRACT, width)
+    _contract_kernel[(triton.cdiv(num_tokens, sides["TOKENS"]),)](
         mix_MTD,
         mix_MTD if newest_MTD is None else newest_MTD,
         gradient_TD,
@@ -249,7 +253,7 @@ def contract(
         bias_M,
         kept,
         logit_gradient_TM,
-        scalar_TW,
+        scalar_WT,
         site,
         pair,
         num_tokens,
@@ -260,9 +264,7 @@ def contract(
         GATED=phi_KV is not None,
         M=num_streams,
         D=width,
-        TOKENS=_ROWS,
-        COLUMNS=chunk(width),
-        num_warps=1,
+        **sides,
     )
     return logit_gradient_TM
 
@@ -278,7 +280,7 @@ def turn(
     score_TPM: Tensor,
     lse_TSM: Tensor,
     phi_KV: Tensor | None,
-    scalar_TW: Tensor,
+    scalar_WT: Tensor,
     splits: int,
 ) -> tuple[Tensor, Tensor]:
     """Mixes become Go and the running sum's streams their dX; return the gradients of projections and keys.
@@ -286,11 +288,11 @@ def turn(
     They are ``(G, M, M, D)``, gates first, and ``(G, M, D)``, empty where there are none.
     """
     num_streams, num_tokens, width = mix_MTD.shape
-    columns = chunk(width, 64)
+    sides = tile(_TURN, width)
     gated, newest = phi_KV is not None, newest_MTD is not None
-    phi_gradient = scalar_TW.new_empty((splits, num_streams, num_streams, width) if gated else (0,))
-    key_gradient = scalar_TW.new_empty((splits, num_streams, width) if newest else (0,))
-    _turn_kernel[(width // columns, splits, num_streams)](
+    phi_gradient = scalar_WT.new_empty((splits, num_streams, num_streams, width) if gated else (0,))
+    key_gradient = scalar_WT.new_empty((splits, num_streams, width) if newest else (0,))
+    _turn_kernel[(width // sides["COLUMNS"], splits, num_streams)](
         mix_MTD,
         mix_MTD if newest_MTD is None else newest_MTD,
         gradient_TD,
@@ -298,7 +300,7 @@ def turn(
         score_TPM,
         lse_TSM,
         lse_TSM if phi_KV is None else phi_KV,
-        scalar_TW,
+        scalar_WT,
         phi_gradient,
         key_gradient,
         site,
@@ -311,9 +313,7 @@ def turn(
         GATED=gated,
         M=num_streams,
         D=width,
-        TOKENS=TURN_TOKENS,
-        COLUMNS=columns,
         EXACT=is_exact(mix_MTD.dtype),
-        num_warps=4,
+        **sides,
     )
     return phi_gradient, key_gradient

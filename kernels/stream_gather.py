@@ -16,11 +16,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from scaling.kernels.streams import Phase, chunk
+from scaling.kernels.streams import Phase, tile
 from scaling.kernels.tile import dot, is_exact, narrow
 
 MAX_SITES = 8  # of a phase: as many sums as fit the registers of a program that keeps one a site
-_TOKENS = 32
+_GATHER = {"COLUMNS": 256, "num_warps": 1}
+_KEYS = {"TOKENS": 32, "COLUMNS": 64, "num_warps": 4}
 
 
 @triton.jit(
@@ -34,7 +35,7 @@ def _gather_kernel(
     key_ptr,  # (S, M, D) in the streams' dtype
     score_ptr,  # (T, P, M) float32
     lse_ptr,  # (T, S, M) float32
-    scalar_ptr,  # (L, T, W) float32
+    scalar_ptr,  # (L, W, T) float32
     stream_gradient_ptr,  # (rows, M, T, D) out
     coefficient_ptr,  # (F, M, L, T) float32 out: r dz
     first_row,
@@ -85,8 +86,8 @@ def _gather_kernel(
                 first = first_pairs + (local - 1) * (num_rows + 1)
             score = tl.load(pairs_ptr + (first + index) * M)
             share = tl.exp(score - tl.load(lses_ptr + local * M))
-            delta = tl.load(scalar_ptr + (local * tl.cast(num_tokens, tl.int64) + token) * (5 * M + 1)
-                            + 2 * M + 1 + stream)  # fmt: skip
+            line = local * (5 * M + 1) + 2 * M + 1 + stream
+            delta = tl.load(scalar_ptr + line * tl.cast(num_tokens, tl.int64) + token)
             logit_gradient = share * (tl.sum(along[local], 0) - delta)
             coefficient = factor * logit_gradient
             radial += coefficient * factor * score
@@ -159,7 +160,7 @@ def gather(
     key_SMD: Tensor,
     score_TPM: Tensor,
     lse_TSM: Tensor,
-    scalar_LTW: Tensor,
+    scalar_LWT: Tensor,
     stream_gradient: Tensor,
     coefficient_FMLT: Tensor,
     eps: float,
@@ -172,7 +173,7 @@ def gather(
         key_SMD,
         score_TPM,
         lse_TSM,
-        scalar_LTW,
+        scalar_LWT,
         stream_gradient,
         coefficient_FMLT,
         rows.start,
@@ -188,8 +189,7 @@ def gather(
         SITES=len(phase.sites),
         M=num_streams,
         D=width,
-        COLUMNS=chunk(width),
-        num_warps=1,
+        **tile(_GATHER, width),
     )
 
 
@@ -197,9 +197,9 @@ def keys(stream_FMTD: Tensor, coefficient_FMLT: Tensor, *, num_rows: int, splits
     """Return what the finished sources give to the gradients of the sites' keys, ``(G, L, M, D)``."""
     _, num_streams, num_tokens, width = stream_FMTD.shape
     sites = coefficient_FMLT.shape[2]
-    columns = chunk(width, 64)
+    sides = tile(_KEYS, width)
     result = coefficient_FMLT.new_empty((splits, sites, num_streams, width))
-    _keys_kernel[(width // columns, splits, num_streams)](
+    _keys_kernel[(width // sides["COLUMNS"], splits, num_streams)](
         stream_FMTD,
         coefficient_FMLT,
         result,
@@ -209,9 +209,7 @@ def keys(stream_FMTD: Tensor, coefficient_FMLT: Tensor, *, num_rows: int, splits
         SITES=sites,
         M=num_streams,
         D=width,
-        TOKENS=_TOKENS,
-        COLUMNS=columns,
         EXACT=is_exact(stream_FMTD.dtype),
-        num_warps=4,
+        **sides,
     )
     return result

@@ -23,10 +23,10 @@ from scaling.kernels.stream_contract import contract, num_scalars, turn
 from scaling.kernels.stream_fold import fold
 from scaling.kernels.stream_gather import MAX_SITES, gather, keys
 from scaling.kernels.stream_mix import blend, mix
-from scaling.kernels.streams import Phase, Streams, chunk, expand
+from scaling.kernels.streams import Phase, Streams, chunk, expand, score
 
 Scope = Literal["source", "global", "site"]
-_GATHERED_ROWS = 3  # sources whose streams' gradients are in memory at a time
+_GATHERED_ROWS = 5  # sources whose streams' gradients are in memory at a time
 _PROGRAMS = 1056  # eight for each of an H200's 132 multiprocessors
 
 
@@ -51,7 +51,7 @@ class StreamLedger(Order):
     phase: Phase | None = None  # whose mixes, or Go, are in ``mix_LMTD``
     stream_FMTD: Tensor | None = None
     mix_LMTD: Tensor | None = None
-    scalar_LTW: Tensor | None = None
+    scalar_LWT: Tensor | None = None
     source_gradient_FTD: Tensor | None = None
     tap_gradient_QKD: Tensor | None = None
     key_gradient_SMD: Tensor | None = None
@@ -95,8 +95,7 @@ class StreamLedger(Order):
         tap, (num_sites, num_streams, width) = self.streams.tap_QKD, self.key_SMD.shape
         num_tokens = self.streams.age_T.shape[0]
         longest = max(len(self.phase_of(site).sites) for site in range(self.num_sites))
-        self.scalar_LTW = tap.new_empty((longest, num_tokens, num_scalars(num_streams)))
-        self.source_gradient_FTD = tap.new_zeros((self.num_rows, num_tokens, width))
+        self.scalar_LWT = tap.new_empty((longest, num_scalars(num_streams), num_tokens))
         self.tap_gradient_QKD = torch.zeros_like(tap)
         self.key_gradient_SMD = torch.zeros_like(self.key_SMD)
         if self.phi_SKV is not None:
@@ -114,7 +113,7 @@ class StreamLedger(Order):
         if phi is not None:
             phi = phi.flatten(2).transpose(1, 2).contiguous()
         self.drop_streams()
-        self.scalar_LTW = self.source_gradient_FTD = self.tap_gradient_QKD = None
+        self.scalar_LWT = self.source_gradient_FTD = self.tap_gradient_QKD = None
         self.key_gradient_SMD = self.phi_gradient_SKMD = self.scale_gradient_S = self.bias_gradient_SM = None
         return tap, key, phi, scale, bias
 
@@ -156,10 +155,9 @@ def forward_site(ledger: StreamLedger, bank: Tensor, site: int, source_TD: Tenso
 
 def backward_site(ledger: StreamLedger, bank: Tensor, site: int, gradient_TD: Tensor, source_TD: Tensor) -> Tensor:
     """The gradient of a site's newest source; the gradients of the site's weights are added up in the ledger."""
-    if ledger.scalar_LTW is None:
+    if ledger.scalar_LWT is None:
         ledger.open_backward()
-    assert ledger.scalar_LTW is not None and ledger.source_gradient_FTD is not None
-    assert ledger.key_gradient_SMD is not None
+    assert ledger.scalar_LWT is not None and ledger.key_gradient_SMD is not None
     phase = ledger.phase_of(site)
     _make_streams(ledger, bank, site, phase, final=True)
     if ledger.phase != phase:
@@ -167,16 +165,16 @@ def backward_site(ledger: StreamLedger, bank: Tensor, site: int, gradient_TD: Te
     assert ledger.mix_LMTD is not None
     newest_MTD = _newest(ledger, site, source_TD, final=True)
     local = site - phase.sites.start
-    scalar_TW, mix_MTD = ledger.scalar_LTW[local], ledger.mix_LMTD[local]
+    scalar_WT, mix_MTD = ledger.scalar_LWT[local], ledger.mix_LMTD[local]
     weights = _site_weights(ledger, site)
     logit_gradient_TM = contract(
-        mix_MTD, newest_MTD, gradient_TD, scalar_TW=scalar_TW, eps=ledger.streams.eps, **weights
+        mix_MTD, newest_MTD, gradient_TD, scalar_WT=scalar_WT, eps=ledger.streams.eps, **weights
     )  # fmt: skip
     num_streams, num_tokens, width = mix_MTD.shape
     splits = num_splits(num_tokens, width // chunk(width, 64) * num_streams)
     del weights["scale"], weights["bias_M"], weights["kept"]
     phi_gradient, key_gradient = turn(
-        mix_MTD, newest_MTD, gradient_TD, key_MD=ledger.key_SMD[site], scalar_TW=scalar_TW, splits=splits, **weights
+        mix_MTD, newest_MTD, gradient_TD, key_MD=ledger.key_SMD[site], scalar_WT=scalar_WT, splits=splits, **weights
     )
     if ledger.phi_gradient_SKMD is not None:
         assert ledger.bias_gradient_SM is not None and ledger.scale_gradient_S is not None
@@ -192,6 +190,7 @@ def backward_site(ledger: StreamLedger, bank: Tensor, site: int, gradient_TD: Te
     if local == 0:
         _gather_phase(ledger, bank, phase)
     if newest_MTD is None:
+        assert ledger.source_gradient_FTD is not None
         result_TD.copy_(ledger.source_gradient_FTD[row])
     return result_TD
 
@@ -214,10 +213,12 @@ def _site_weights(ledger: StreamLedger, site: int) -> dict[str, Any]:
 def _expand(
     ledger: StreamLedger, source_TD: Tensor, stream_MTD: Tensor, *, row: int, site: int, sites: range | None
 ) -> None:
-    expand(
-        ledger.streams, source_TD, stream_MTD, owner=ledger.owner(row, site), key_SMD=ledger.key_SMD,
-        base_S=ledger.base_S, score_TPM=ledger.score_TPM, source_row=row, sites=sites,
-    )  # fmt: skip
+    expand(ledger.streams, source_TD, stream_MTD, owner=ledger.owner(row, site))
+    if sites is not None:
+        score(
+            stream_MTD, key_SMD=ledger.key_SMD, base_S=ledger.base_S, score_TPM=ledger.score_TPM, source_row=row,
+            sites=sites, eps=ledger.streams.eps,
+        )  # fmt: skip
 
 
 def _make_streams(ledger: StreamLedger, bank: Tensor, site: int, phase: Phase, *, final: bool) -> None:
@@ -285,17 +286,20 @@ def _fold(
 
 def _gather_phase(ledger: StreamLedger, bank: Tensor, phase: Phase) -> None:
     """What the sites of a phase add to the gradients of the finished sources, their kernels and the sites' keys."""
-    assert ledger.stream_FMTD is not None and ledger.mix_LMTD is not None and ledger.scalar_LTW is not None
-    assert ledger.source_gradient_FTD is not None and ledger.key_gradient_SMD is not None
+    assert ledger.stream_FMTD is not None and ledger.mix_LMTD is not None and ledger.scalar_LWT is not None
+    assert ledger.key_gradient_SMD is not None
+    if ledger.source_gradient_FTD is None:  # late, when a block's activations are free
+        ledger.source_gradient_FTD = torch.zeros_like(ledger.stream_FMTD[:, 0], dtype=torch.float32)
     _, num_streams, num_tokens, width = ledger.stream_FMTD.shape
-    coefficient_FMLT = ledger.scalar_LTW.new_empty((phase.num_rows, num_streams, len(phase.sites), num_tokens))
-    buffer = torch.empty_like(ledger.stream_FMTD[:_GATHERED_ROWS])
+    coefficient_FMLT = ledger.scalar_LWT.new_empty((phase.num_rows, num_streams, len(phase.sites), num_tokens))
+    together = triton.cdiv(phase.num_rows, triton.cdiv(phase.num_rows, _GATHERED_ROWS))
+    buffer = torch.empty_like(ledger.stream_FMTD[:together])
     narrow_key_SMD = ledger.key_SMD.to(bank.dtype)
-    for first in range(0, phase.num_rows, _GATHERED_ROWS):
-        rows = range(first, min(first + _GATHERED_ROWS, phase.num_rows))
+    for first in range(0, phase.num_rows, together):
+        rows = range(first, min(first + together, phase.num_rows))
         gather(
             ledger.mix_LMTD, ledger.stream_FMTD, phase, rows=rows, key_SMD=narrow_key_SMD, score_TPM=ledger.score_TPM,
-            lse_TSM=ledger.lse_TSM, scalar_LTW=ledger.scalar_LTW, stream_gradient=buffer,
+            lse_TSM=ledger.lse_TSM, scalar_LWT=ledger.scalar_LWT, stream_gradient=buffer,
             coefficient_FMLT=coefficient_FMLT, eps=ledger.streams.eps,
         )  # fmt: skip
         for row in rows:

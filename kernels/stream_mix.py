@@ -14,10 +14,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from scaling.kernels.streams import Phase, chunk
+from scaling.kernels.streams import Phase, tile
 from scaling.kernels.tile import narrow
 
-_ROWS = 2  # tokens of a program of blend, which share what they load of the gates' weights
+_MIX = {"COLUMNS": 256, "STAGES": 3, "num_warps": 1}
+_BLEND = {"TOKENS": 2, "COLUMNS": 256, "num_warps": 1}  # tokens share what is loaded of the gates' weights
 
 
 @triton.jit(do_not_specialize=["num_rows", "first_site", "first_base", "first_pairs", "num_tokens", "num_pairs"])
@@ -194,9 +195,7 @@ def mix(
         ROWS=triton.next_power_of_2(phase.num_rows),
         M=num_streams,
         D=width,
-        COLUMNS=chunk(width),
-        STAGES=3,
-        num_warps=1,
+        **tile(_MIX, width),
     )
 
 
@@ -218,7 +217,8 @@ def blend(
 ) -> None:
     """Write a site's output and, unless ``final``, the log-sum-exps of all its sources; ``kept`` is for backward."""
     num_streams, num_tokens, width = mix_MTD.shape
-    _blend_kernel[(triton.cdiv(num_tokens, _ROWS),)](
+    sides = tile(_BLEND, width)
+    _blend_kernel[(triton.cdiv(num_tokens, sides["TOKENS"]),)](
         mix_MTD,
         mix_MTD if newest_MTD is None else newest_MTD,
         score_TPM,
@@ -239,7 +239,5 @@ def blend(
         GATED=phi_KV is not None,
         M=num_streams,
         D=width,
-        TOKENS=_ROWS,
-        COLUMNS=chunk(width),
-        num_warps=1,
+        **sides,
     )

@@ -5,7 +5,7 @@ or sequence's start. Per stream a softmax over depth mixes the sources, and a ga
 the streams. Sources are kept for the backward pass, their streams never: :func:`expand` makes them in a buffer that
 lives during the forward pass, and once more during the backward pass.
 
-- :func:`expand` here: one source's streams, and their logits for the sites that will read them, on tensor cores;
+- here :func:`expand`, one source's streams, and :func:`score`, their logits for sites that will read them;
 - :mod:`scaling.kernels.stream_mix`: mixes of the finished sources for the sites of a phase, and a site's output;
 - :mod:`scaling.kernels.stream_contract`, :mod:`scaling.kernels.stream_gather`, :mod:`scaling.kernels.stream_fold`: the
   gradients of a site, of the finished sources' streams, and of what the streams were made of;
@@ -18,6 +18,7 @@ streams, P pairs of site and source, Q owners of kernels, K taps of all streams,
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import torch
 import triton
@@ -28,89 +29,119 @@ from scaling.errors import KernelError
 from scaling.kernels.tile import dot, is_exact, narrow
 
 MAX_SOURCES = 128  # of a site: their logits share a tile
-_TOKENS = 32
+# Sides of tiles and warps, as they measured best; columns at most.
+_EXPAND = {"TOKENS": 32, "COLUMNS": 32, "num_warps": 4}
+_SCORE = {"TOKENS": 32, "COLUMNS": 64, "num_warps": 4, "STAGES": 3}
 
 
-@triton.jit(do_not_specialize=["owner", "source_row", "first_site", "num_sites", "num_tokens", "num_pairs"])
+@triton.jit(do_not_specialize=["owner", "num_tokens"])
 def _expand_kernel(
     source_ptr,  # (T, D)
     tap_ptr,  # (Q, K, D) float32
-    key_ptr,  # (S, M, D) float32
     age_ptr,  # (T,) int32
-    table_ptr,  # (2, M) int32 first tap and number of taps
-    base_ptr,  # (S,) int32 first pair of each site
     stream_ptr,  # (M, T, D) out
-    score_ptr,  # (T, P, M) float32 out
     owner,
+    num_tokens,
+    owner_stride,
+    TAPS: tl.constexpr,  # of each stream
+    FIRST: tl.constexpr,  # the first of each stream
+    MOST: tl.constexpr,
+    M: tl.constexpr,
+    D: tl.constexpr,
+    TOKENS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
+    token_mask = token < num_tokens
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    age = tl.load(age_ptr + token, mask=token_mask, other=-1)
+    place = token.to(tl.int64)[:, None] * D + column[None, :]
+    taps_ptr = tap_ptr + tl.cast(owner, tl.int64) * owner_stride + column
+    streams = ()
+    for _ in tl.static_range(M):
+        streams = streams + (tl.zeros([TOKENS, COLUMNS], tl.float32),)
+    for tau in tl.static_range(MOST):  # each token's value is loaded once for all streams
+        value = tl.load(source_ptr + place - tau * D, mask=(age >= tau)[:, None], other=0.0).to(tl.float32)
+        more = ()
+        for stream in tl.static_range(M):
+            if tau < TAPS[stream]:
+                tap = tl.load(taps_ptr + (FIRST[stream] + tau) * D)
+                more = more + (streams[stream] + value * tap[None, :],)
+            else:
+                more = more + (streams[stream],)
+        streams = more
+    for stream in tl.static_range(M):
+        out_ptr = stream_ptr + stream * (tl.cast(num_tokens, tl.int64) * D) + place
+        tl.store(out_ptr, narrow(streams[stream], stream_ptr.dtype.element_ty), mask=token_mask[:, None])
+
+
+@triton.jit(do_not_specialize=["source_row", "first_site", "num_sites", "num_tokens", "num_pairs"])
+def _score_kernel(
+    stream_ptr,  # (M, T, D)
+    key_ptr,  # (S, M, D) float32
+    base_ptr,  # (S,) int32 first pair of each site
+    score_ptr,  # (T, P, M) float32 out
     source_row,
     first_site,
     num_sites,
     num_tokens,
     num_pairs,
-    owner_stride,
     eps,
-    SCORE: tl.constexpr,
     M: tl.constexpr,
     D: tl.constexpr,
     SITES: tl.constexpr,
     TOKENS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    STAGES: tl.constexpr,
     EXACT: tl.constexpr,
 ):
     stream = tl.program_id(1)
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     token_mask = token < num_tokens
-    age = tl.load(age_ptr + token, mask=token_mask, other=-1)
-    first_tap = tl.load(table_ptr + stream)
-    taps = tl.load(table_ptr + M + stream)
     column = tl.arange(0, COLUMNS)
-    place = token.to(tl.int64)[:, None] * D + column[None, :]
-    taps_ptr = tap_ptr + tl.cast(owner, tl.int64) * owner_stride + first_tap * D + column
-    out_ptr = stream_ptr + stream.to(tl.int64) * num_tokens * D
-    kind: tl.constexpr = stream_ptr.dtype.element_ty
-    if SCORE:
-        site = tl.arange(0, SITES)
-        site_mask = site < num_sites
-        key_row_ptr = key_ptr + ((first_site + site).to(tl.int64) * M + stream)[None, :] * D + column[:, None]
-        square = tl.zeros([TOKENS], tl.float32)
-        score = tl.zeros([TOKENS, SITES], tl.float32)
-    for start in range(0, D, COLUMNS):
-        x = tl.zeros([TOKENS, COLUMNS], tl.float32)
-        for tau in range(0, taps):
-            value = tl.load(source_ptr + place + (start - tau * D), mask=(age >= tau)[:, None], other=0.0)
-            x += value.to(tl.float32) * tl.load(taps_ptr + start + tau * D)[None, :]
-        rounded = narrow(x, kind)
-        tl.store(out_ptr + place + start, rounded, mask=token_mask[:, None])
-        if SCORE:
-            x = rounded.to(tl.float32)
-            square += tl.sum(x * x, 1)
-            key = tl.load(key_row_ptr + start, mask=site_mask[None, :], other=0.0)
-            if EXACT:
-                score = dot(x, key, score, EXACT)
-            else:  # the key in two parts, so that only the stream is rounded, as it is in PyTorch
-                high = narrow(key, kind)
-                score = dot(rounded, high, score, EXACT)
-                score = dot(rounded, narrow(key - high.to(tl.float32), kind), score, EXACT)
-    if SCORE:
-        score *= (1.0 / tl.sqrt_rn(square / D + eps))[:, None]
-        base = tl.load(base_ptr + first_site + site, mask=site_mask, other=0)
-        pair = (token.to(tl.int64) * num_pairs)[:, None] + (base + source_row)[None, :]
-        tl.store(score_ptr + pair * M + stream, score, mask=token_mask[:, None] & site_mask[None, :])
+    site = tl.arange(0, SITES)
+    site_mask = site < num_sites
+    x_ptr = stream_ptr + (stream * tl.cast(num_tokens, tl.int64) + token)[:, None] * D + column[None, :]
+    keys_ptr = key_ptr + ((first_site + site).to(tl.int64) * M + stream)[None, :] * D + column[:, None]
+    square = tl.zeros([TOKENS], tl.float32)
+    score = tl.zeros([TOKENS, SITES], tl.float32)
+    for start in tl.range(0, D, COLUMNS, num_stages=STAGES):
+        x = tl.load(x_ptr + start, mask=token_mask[:, None], other=0.0)
+        wide = x.to(tl.float32)
+        square += tl.sum(wide * wide, 1)
+        key = tl.load(keys_ptr + start, mask=site_mask[None, :], other=0.0)
+        if EXACT:
+            score = dot(x, key, score, EXACT)
+        else:  # the key in two parts, so that only the stream is rounded, as it is in PyTorch
+            kind: tl.constexpr = stream_ptr.dtype.element_ty
+            high = narrow(key, kind)
+            score = dot(x, high, score, EXACT)
+            score = dot(x, narrow(key - high.to(tl.float32), kind), score, EXACT)
+    score *= (1.0 / tl.sqrt_rn(square / D + eps))[:, None]
+    base = tl.load(base_ptr + first_site + site, mask=site_mask, other=0)
+    pair = (token.to(tl.int64) * num_pairs)[:, None] + (base + source_row)[None, :]
+    tl.store(score_ptr + pair * M + stream, score, mask=token_mask[:, None] & site_mask[None, :])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Streams:
-    """How sources become streams: kernels, where each stream's are, and how far back a token may look."""
+    """How sources become streams: kernels, which of their taps are each stream's, and how far back a token may look."""
 
     tap_QKD: Tensor
-    table_2M: Tensor
+    taps: tuple[int, ...]  # of each stream
+    first: tuple[int, ...]  # the first of each stream
     age_T: Tensor
     eps: float
 
     @property
     def num_streams(self) -> int:
         """Streams of a source."""
-        return self.table_2M.shape[1]
+        return len(self.taps)
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        """What kernels are compiled for, so that the loops over taps are unrolled and their loads overlap."""
+        return {"TAPS": self.taps, "FIRST": self.first, "MOST": max(self.taps), "M": self.num_streams}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -147,46 +178,58 @@ def chunk(width: int, most: int = 256) -> int:
     return min(most, width & -width)
 
 
-def expand(
-    streams: Streams,
-    source_TD: Tensor,
+def tile(sides: dict[str, int], width: int) -> dict[str, int]:
+    """Sides of a tile, whose columns divide the width."""
+    return {**sides, "COLUMNS": chunk(width, sides["COLUMNS"])}
+
+
+def expand(streams: Streams, source_TD: Tensor, stream_MTD: Tensor, *, owner: int) -> None:
+    """Write one source's streams."""
+    _, num_tokens, width = stream_MTD.shape
+    sides = tile(_EXPAND, width)
+    _expand_kernel[(width // sides["COLUMNS"], triton.cdiv(num_tokens, sides["TOKENS"]))](
+        source_TD,
+        streams.tap_QKD,
+        streams.age_T,
+        stream_MTD,
+        owner,
+        num_tokens,
+        streams.tap_QKD.stride(0),
+        D=width,
+        **sides,
+        **streams.constants,
+    )
+
+
+def score(
     stream_MTD: Tensor,
     *,
-    owner: int,
     key_SMD: Tensor,
     base_S: Tensor,
     score_TPM: Tensor,
-    source_row: int = 0,
-    sites: range | None = None,
+    source_row: int,
+    sites: range,
+    eps: float,
 ) -> None:
-    """Write one source's streams and, if ``sites`` are given, its logits there, where it is number ``source_row``."""
+    """Write the logits of one source for ``sites``, of each of which it is number ``source_row``."""
     num_streams, num_tokens, width = stream_MTD.shape
-    readers = range(0) if sites is None else sites
-    _expand_kernel[(triton.cdiv(num_tokens, _TOKENS), num_streams)](
-        source_TD,
-        streams.tap_QKD,
-        key_SMD,
-        streams.age_T,
-        streams.table_2M,
-        base_S,
+    sides = tile(_SCORE, width)
+    _score_kernel[(triton.cdiv(num_tokens, sides["TOKENS"]), num_streams)](
         stream_MTD,
+        key_SMD,
+        base_S,
         score_TPM,
-        owner,
         source_row,
-        readers.start,
-        len(readers),
+        sites.start,
+        len(sites),
         num_tokens,
         score_TPM.shape[1],
-        streams.tap_QKD.stride(0),
-        streams.eps,
-        SCORE=sites is not None,
+        eps,
         M=num_streams,
         D=width,
-        SITES=max(16, triton.next_power_of_2(len(readers))),
-        TOKENS=_TOKENS,
-        COLUMNS=chunk(width, 64),
+        SITES=max(16, triton.next_power_of_2(len(sites))),
         EXACT=is_exact(stream_MTD.dtype),
-        num_warps=4,
+        **sides,
     )
 
 

@@ -20,11 +20,11 @@ from scaling.kernels.stream_fold import fold
 from scaling.kernels.stream_gather import gather, keys
 from scaling.kernels.stream_ledger import num_splits
 from scaling.kernels.stream_mix import blend, mix
-from scaling.kernels.streams import Phase, Streams, ages, chunk, expand
+from scaling.kernels.streams import Phase, Streams, ages, chunk, expand, score
 
 _TAPS = (1, 4, 8, 12)  # msar's default
 _ROWS = 8  # finished sources at the last of eight blocks
-_GATHERED = 3
+_GATHERED = 4
 
 Case = tuple[str, str, int, Callable[[], Any]]
 
@@ -36,10 +36,10 @@ def stream_cases(shape: Shape, device: str) -> Iterator[Case]:
     U = T * D * 2
     wide: dict[str, Any] = {"device": device}
     kind: dict[str, Any] = {"device": device, "dtype": torch.bfloat16}
-    table = torch.tensor([[sum(_TAPS[:j]) for j in range(M)], list(_TAPS)], dtype=torch.int32, **wide)
+    first = tuple(sum(_TAPS[:j]) for j in range(M))
     tap_QKD = torch.randn(F, sum(_TAPS), D, **wide)
     age_T = ages(None, shape.batch, shape.time, torch.device(device))
-    streams = Streams(tap_QKD=tap_QKD, table_2M=table, age_T=age_T, eps=1e-6)
+    streams = Streams(tap_QKD=tap_QKD, taps=_TAPS, first=first, age_T=age_T, eps=1e-6)
     source_TD, result_TD = torch.randn(T, D, **kind), torch.zeros(T, D, **wide)
     stream_FMTD, mix_LMTD = torch.randn(F, M, T, D, **kind), torch.randn(L, M, T, D, **kind)
     newest_MTD, gradient_TD = torch.randn(M, T, D, **kind), torch.randn(T, D, **kind)
@@ -47,7 +47,7 @@ def stream_cases(shape: Shape, device: str) -> Iterator[Case]:
     base_S = torch.arange(0, (F + 1) * L, F + 1, dtype=torch.int32, **wide)
     score_TPM = torch.randn(T, (F + 1) * L, M, **wide)
     lse_TSM = score_TPM.view(T, L, F + 1, M).logsumexp(2)
-    kept, scalar_LTW = torch.rand(T, M + 1, **wide), torch.randn(L, T, num_scalars(M), **wide)
+    kept, scalar_LWT = torch.rand(T, M + 1, **wide), torch.randn(L, num_scalars(M), T, **wide)
     phase = Phase(sites=range(L), num_rows=F, first_base=0, first_pairs=F + 1)
     coefficient = torch.randn(F, M, L, T, **wide)
     buffer = torch.empty(_GATHERED, M, T, D, **kind)
@@ -57,18 +57,21 @@ def stream_cases(shape: Shape, device: str) -> Iterator[Case]:
     splits = num_splits(T, D // chunk(D, 64) * M)
     pairs = T * M * 4  # of one site and source
 
-    expanding = partial(expand, streams, source_TD, newest_MTD, owner=1, key_SMD=key_SMD, base_S=base_S)
-    call: Callable[[], Any] = partial(expanding, score_TPM=score_TPM, source_row=1, sites=range(L))
-    yield f"streams expand, logits of {L} sites", "forward", (1 + M) * U + L * pairs, call
-    yield "streams expand", "backward", (1 + M) * U, partial(expanding, score_TPM=score_TPM)
+    yield "streams expand", "forward", (1 + M) * U, partial(expand, streams, source_TD, newest_MTD, owner=1)
+    for sites in (1, L):
+        call: Callable[[], Any] = partial(
+            score, newest_MTD, key_SMD=key_SMD, base_S=base_S, score_TPM=score_TPM, source_row=1, sites=range(sites),
+            eps=1e-6,
+        )  # fmt: skip
+        yield f"streams score for {sites} sites", "forward", M * U + sites * pairs, call
     call = partial(mix, stream_FMTD, phase, mix_LMTD=mix_LMTD, final=False, **logits)
     yield f"streams mix {F} for {L} sites", "forward", (F + L) * M * U + F * L * pairs, call
     call = partial(blend, mix_LMTD[0], newest_MTD, output_TD=torch.empty_like(source_TD), final=True, **site, **gates)
     yield "streams blend", "forward", (2 * M + 1) * U, call
-    call = partial(contract, mix_LMTD[0], newest_MTD, gradient_TD, scalar_TW=scalar_LTW[0], **site, **gates)
+    call = partial(contract, mix_LMTD[0], newest_MTD, gradient_TD, scalar_WT=scalar_LWT[0], **site, **gates)
     yield "streams contract", "backward", (2 * M + 1) * U, call
     call = partial(
-        turn, mix_LMTD[0], newest_MTD, gradient_TD, key_MD=key_SMD[0], scalar_TW=scalar_LTW[0] * 1e-3, splits=splits,
+        turn, mix_LMTD[0], newest_MTD, gradient_TD, key_MD=key_SMD[0], scalar_WT=scalar_LWT[0] * 1e-3, splits=splits,
         **site,
     )  # fmt: skip
     yield "streams turn", "backward", (4 * M + 1) * U, call
@@ -78,7 +81,7 @@ def stream_cases(shape: Shape, device: str) -> Iterator[Case]:
     )  # fmt: skip
     yield "streams fold", "backward", (M + 5) * U, call
     call = partial(
-        gather, mix_LMTD, stream_FMTD, phase, rows=range(_GATHERED), key_SMD=key_SMD.bfloat16(), scalar_LTW=scalar_LTW,
+        gather, mix_LMTD, stream_FMTD, phase, rows=range(_GATHERED), key_SMD=key_SMD.bfloat16(), scalar_LWT=scalar_LWT,
         stream_gradient=buffer, coefficient_FMLT=coefficient, eps=1e-6, **logits,
     )  # fmt: skip
     yield f"streams gather {_GATHERED} from {L} sites", "backward", (2 * _GATHERED + L) * M * U, call
