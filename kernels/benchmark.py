@@ -128,6 +128,8 @@ def _step_rows(
     row = {"shape": shape.name, "vocabulary": vocabulary, "method": method, "implementation": implementation}
     row["dtype"] = "bfloat16"
     torch._dynamo.reset()
+    # PyTorch's versions take lists of sources, so that every number of sources is a graph of its own
+    torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 1024
     torch.cuda.empty_cache()
     torch.manual_seed(0)
     try:
