@@ -24,7 +24,7 @@ from torch import Tensor
 from scaling.kernels.streams import tile
 from scaling.kernels.tile import dot, is_exact, narrow
 
-_CONTRACT = {"TOKENS": 2, "COLUMNS": 256, "num_warps": 1}
+_CONTRACT = {"TOKENS": 1, "COLUMNS": 256, "num_warps": 1, "STAGES": 1}
 _TURN = {"TOKENS": 32, "COLUMNS": 64, "num_warps": 4, "STAGES": 3}
 
 
@@ -58,6 +58,7 @@ def _contract_kernel(
     D: tl.constexpr,
     TOKENS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     mask = token < num_tokens
@@ -80,18 +81,24 @@ def _contract_kernel(
     if GATED:
         scale = tl.load(scale_ptr)
         factor = tl.load(kept_ptr + token * (M + 1) + M, mask=mask, other=0.0)
-        for stream in tl.static_range(M):
-            along = tl.zeros([TOKENS, COLUMNS], tl.float32)
-            for start in range(0, D, COLUMNS):
+        sums = ()
+        for _ in tl.static_range(M):
+            sums = sums + (tl.zeros([TOKENS, COLUMNS], tl.float32),)
+        for start in tl.range(0, D, COLUMNS, num_stages=STAGES):
+            gradient = tl.load(gradient_ptr + place + start, mask=mask[:, None], other=0.0).to(tl.float32)
+            more = ()
+            for stream in tl.static_range(M):
                 spot = stream * plane + place + start
                 mixed = tl.load(mix_ptr + spot, mask=mask[:, None], other=0.0).to(tl.float32)
                 if NEWEST:
                     value = tl.load(newest_ptr + spot, mask=mask[:, None], other=0.0).to(tl.float32)
                     mixed += newer[stream][:, None] * value
-                along += mixed * tl.load(gradient_ptr + place + start, mask=mask[:, None], other=0.0).to(tl.float32)
+                more = more + (sums[stream] + mixed * gradient,)
+            sums = more
+        for stream in tl.static_range(M):
             projected = tl.load(kept_ptr + token * (M + 1) + stream, mask=mask, other=0.0)
             gate = tl.sigmoid(scale * projected * factor + tl.load(bias_ptr + stream))
-            logit_gradient = gate * (1.0 - gate) * tl.sum(along, 1)
+            logit_gradient = gate * (1.0 - gate) * tl.sum(sums[stream], 1)
             tl.store(logit_gradient_ptr + token * M + stream, logit_gradient, mask=mask)
             kappa += scale * logit_gradient * projected
             gates = gates + (gate,)
@@ -102,36 +109,48 @@ def _contract_kernel(
     else:
         for _ in tl.static_range(M):
             gates = gates + (tl.full([TOKENS], 1.0 / M, tl.float32),)
-    for stream in tl.static_range(M):
-        tl.store(scalars_ptr + stream * line, gates[stream], mask=mask)
-        delta = tl.zeros([TOKENS, COLUMNS], tl.float32)
-        along = tl.zeros([TOKENS, COLUMNS], tl.float32)
-        square = tl.zeros([TOKENS, COLUMNS], tl.float32)
-        for start in range(0, D, COLUMNS):
+    deltas = ()  # <Go, o>, <Go, X> and <X, X> of each stream
+    alongs = ()
+    squares = ()
+    for _ in tl.static_range(M):
+        deltas = deltas + (tl.zeros([TOKENS, COLUMNS], tl.float32),)
+        alongs = alongs + (tl.zeros([TOKENS, COLUMNS], tl.float32),)
+        squares = squares + (tl.zeros([TOKENS, COLUMNS], tl.float32),)
+    for start in tl.range(0, D, COLUMNS, num_stages=STAGES):
+        gradient = tl.load(gradient_ptr + place + start, mask=mask[:, None], other=0.0).to(tl.float32)
+        more_deltas = ()
+        more_alongs = ()
+        more_squares = ()
+        for stream in tl.static_range(M):
             spot = stream * plane + place + start
             mixed = tl.load(mix_ptr + spot, mask=mask[:, None], other=0.0).to(tl.float32)
             if NEWEST:
                 value = tl.load(newest_ptr + spot, mask=mask[:, None], other=0.0).to(tl.float32)
                 mixed += newer[stream][:, None] * value
-            gradient = tl.load(gradient_ptr + place + start, mask=mask[:, None], other=0.0).to(tl.float32)
             mix_gradient = gates[stream][:, None] * gradient
             if GATED:
                 mix_gradient -= kappa[:, None] * mixed
                 for k in tl.static_range(M):
                     phi = tl.load(phi_ptr + (k * M + stream) * D + start + column)
                     mix_gradient += turned[k][:, None] * phi[None, :]
-            delta += mix_gradient * mixed
+            more_deltas = more_deltas + (deltas[stream] + mix_gradient * mixed,)
             if NEWEST:
-                along += mix_gradient * value
-                square += value * value
-        total = tl.sum(delta, 1)
+                more_alongs = more_alongs + (alongs[stream] + mix_gradient * value,)
+                more_squares = more_squares + (squares[stream] + value * value,)
+        deltas = more_deltas
+        if NEWEST:
+            alongs = more_alongs
+            squares = more_squares
+    for stream in tl.static_range(M):
+        tl.store(scalars_ptr + stream * line, gates[stream], mask=mask)
+        total = tl.sum(deltas[stream], 1)
         tl.store(scalars_ptr + (2 * M + 1 + stream) * line, total, mask=mask)
         if NEWEST:
-            logit_gradient = newer[stream] * (tl.sum(along, 1) - total)
-            factor = 1.0 / tl.sqrt_rn(tl.sum(square, 1) / D + eps)
+            logit_gradient = newer[stream] * (tl.sum(alongs[stream], 1) - total)
+            rms_factor = 1.0 / tl.sqrt_rn(tl.sum(squares[stream], 1) / D + eps)
             score = tl.load(score_ptr + (token * num_pairs + pair) * M + stream, mask=mask, other=0.0)
-            tl.store(scalars_ptr + (3 * M + 1 + stream) * line, factor * logit_gradient, mask=mask)
-            radial = factor * factor * logit_gradient * score / D
+            tl.store(scalars_ptr + (3 * M + 1 + stream) * line, rms_factor * logit_gradient, mask=mask)
+            radial = rms_factor * rms_factor * logit_gradient * score / D
             tl.store(scalars_ptr + (4 * M + 1 + stream) * line, radial, mask=mask)
 
 

@@ -20,7 +20,7 @@ from scaling.kernels.streams import Phase, tile
 from scaling.kernels.tile import dot, is_exact, narrow
 
 MAX_SITES = 8  # of a phase: as many sums as fit the registers of a program that keeps one a site
-_GATHER = {"COLUMNS": 256, "num_warps": 1}
+_GATHER = {"ROWS": 2, "COLUMNS": 256, "num_warps": 1, "STAGES": 1}
 _KEYS = {"TOKENS": 32, "COLUMNS": 64, "num_warps": 4}
 
 
@@ -49,9 +49,11 @@ def _gather_kernel(
     num_sites,
     eps,
     SITES: tl.constexpr,
+    ROWS: tl.constexpr,
     M: tl.constexpr,
     D: tl.constexpr,
     COLUMNS: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     stream = tl.program_id(1)
@@ -62,48 +64,70 @@ def _gather_kernel(
     lses_ptr = lse_ptr + (token * num_sites + first_site) * M + stream
     keys_ptr = key_ptr + (tl.cast(first_site, tl.int64) * M + stream) * D + column
     kind: tl.constexpr = stream_gradient_ptr.dtype.element_ty
-    for index in range(first_row, last_row):
-        row_ptr = stream_ptr + tl.cast(index, tl.int64) * (M * plane) + place
-        square = tl.zeros([COLUMNS], tl.float32)
-        along = ()
-        for _ in tl.static_range(SITES):
-            along = along + (tl.zeros([COLUMNS], tl.float32),)
-        for start in range(0, D, COLUMNS):
-            x = tl.load(row_ptr + start).to(tl.float32)
-            square += x * x
-            more = ()
+    for begin in range(first_row, last_row, ROWS):
+        rows_ptr = ()
+        squares = ()
+        alongs = ()
+        for step in tl.static_range(ROWS):  # rows share what is read of Go; one beyond the last repeats it unwritten
+            index = tl.minimum(begin + step, last_row - 1)
+            rows_ptr = rows_ptr + (stream_ptr + tl.cast(index, tl.int64) * (M * plane) + place,)
+            squares = squares + (tl.zeros([COLUMNS], tl.float32),)
+            for _ in tl.static_range(SITES):
+                alongs = alongs + (tl.zeros([COLUMNS], tl.float32),)
+        for start in tl.range(0, D, COLUMNS, num_stages=STAGES):
+            xs = ()
+            more_squares = ()
+            for step in tl.static_range(ROWS):
+                x = tl.load(rows_ptr[step] + start).to(tl.float32)
+                xs = xs + (x,)
+                more_squares = more_squares + (squares[step] + x * x,)
+            squares = more_squares
+            gradients = ()
             for local in tl.static_range(SITES):
-                mix_gradient = tl.load(mix_gradient_ptr + local * (M * plane) + place + start).to(tl.float32)
-                more = more + (along[local] + x * mix_gradient,)
-            along = more
-        factor = 1.0 / tl.sqrt_rn(tl.sum(square, 0) / D + eps)
-        radial = 0.0
+                spot_ptr = mix_gradient_ptr + local * (M * plane) + place + start
+                gradients = gradients + (tl.load(spot_ptr).to(tl.float32),)
+            more = ()
+            for step in tl.static_range(ROWS):
+                for local in tl.static_range(SITES):
+                    more = more + (alongs[step * SITES + local] + xs[step] * gradients[local],)
+            alongs = more
         shares = ()
         coefficients = ()
-        for local in tl.static_range(SITES):
-            first = 0
-            if local > 0:
-                first = first_pairs + (local - 1) * (num_rows + 1)
-            score = tl.load(pairs_ptr + (first + index) * M)
-            share = tl.exp(score - tl.load(lses_ptr + local * M))
-            line = local * (5 * M + 1) + 2 * M + 1 + stream
-            delta = tl.load(scalar_ptr + line * tl.cast(num_tokens, tl.int64) + token)
-            logit_gradient = share * (tl.sum(along[local], 0) - delta)
-            coefficient = factor * logit_gradient
-            radial += coefficient * factor * score
-            spot = ((tl.cast(index, tl.int64) * M + stream) * SITES + local) * num_tokens + token
-            tl.store(coefficient_ptr + spot, coefficient)
-            shares = shares + (share,)
-            coefficients = coefficients + (coefficient,)
-        radial = radial / D
-        out_ptr = stream_gradient_ptr + tl.cast(index - first_row, tl.int64) * (M * plane) + place
-        for start in range(0, D, COLUMNS):
-            gradient = -radial * tl.load(row_ptr + start).to(tl.float32)
+        radials = ()
+        for step in tl.static_range(ROWS):
+            index = tl.minimum(begin + step, last_row - 1)
+            factor = 1.0 / tl.sqrt_rn(tl.sum(squares[step], 0) / D + eps)
+            radial = 0.0
+            for local in tl.static_range(SITES):
+                first = 0
+                if local > 0:
+                    first = first_pairs + (local - 1) * (num_rows + 1)
+                score = tl.load(pairs_ptr + (first + index) * M)
+                share = tl.exp(score - tl.load(lses_ptr + local * M))
+                line = local * (5 * M + 1) + 2 * M + 1 + stream
+                delta = tl.load(scalar_ptr + line * tl.cast(num_tokens, tl.int64) + token)
+                coefficient = factor * share * (tl.sum(alongs[step * SITES + local], 0) - delta)
+                radial += coefficient * factor * score
+                spot = ((tl.cast(index, tl.int64) * M + stream) * SITES + local) * num_tokens + token
+                tl.store(coefficient_ptr + spot, coefficient)
+                shares = shares + (share,)
+                coefficients = coefficients + (coefficient,)
+            radials = radials + (radial / D,)
+        for start in tl.range(0, D, COLUMNS, num_stages=STAGES):
+            totals = ()
+            for step in tl.static_range(ROWS):
+                totals = totals + (-radials[step] * tl.load(rows_ptr[step] + start).to(tl.float32),)
             for local in tl.static_range(SITES):
                 mix_gradient = tl.load(mix_gradient_ptr + local * (M * plane) + place + start).to(tl.float32)
                 key = tl.load(keys_ptr + local * (M * D) + start).to(tl.float32)
-                gradient += shares[local] * mix_gradient + coefficients[local] * key
-            tl.store(out_ptr + start, narrow(gradient, kind))
+                more_totals = ()
+                for step in tl.static_range(ROWS):
+                    total = totals[step] + shares[step * SITES + local] * mix_gradient
+                    more_totals = more_totals + (total + coefficients[step * SITES + local] * key,)
+                totals = more_totals
+            for step in tl.static_range(ROWS):
+                out_ptr = stream_gradient_ptr + tl.cast(begin + step - first_row, tl.int64) * (M * plane) + place
+                tl.store(out_ptr + start, narrow(totals[step], kind), mask=(begin + step < last_row) & (column < D))
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_tokens", "span"])

@@ -278,9 +278,7 @@ def _fold(
     ledger: StreamLedger, source_TD: Tensor, gradient_MTD: Tensor, owner: int, result_TD: Tensor, *, add: bool
 ) -> None:
     assert ledger.tap_gradient_QKD is not None
-    num_tokens, width = source_TD.shape
-    splits = num_splits(num_tokens, max(1, width // chunk(width, 64) // 2))
-    taps = fold(ledger.streams, source_TD, gradient_MTD, owner=owner, result_TD=result_TD, add=add, splits=splits)
+    taps = fold(ledger.streams, source_TD, gradient_MTD, owner=owner, result_TD=result_TD, add=add)
     ledger.tap_gradient_QKD[owner] += taps.sum(0)
 
 

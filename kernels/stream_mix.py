@@ -18,7 +18,7 @@ from scaling.kernels.streams import Phase, tile
 from scaling.kernels.tile import narrow
 
 _MIX = {"COLUMNS": 256, "STAGES": 3, "num_warps": 1}
-_BLEND = {"TOKENS": 2, "COLUMNS": 256, "num_warps": 1}  # tokens share what is loaded of the gates' weights
+_BLEND = {"TOKENS": 2, "COLUMNS": 256, "num_warps": 1, "STAGES": 1}  # tokens share what is loaded of the gates' weights
 
 
 @triton.jit(do_not_specialize=["num_rows", "first_site", "first_base", "first_pairs", "num_tokens", "num_pairs"])
@@ -106,6 +106,7 @@ def _blend_kernel(
     D: tl.constexpr,
     TOKENS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     mask = token < num_tokens
@@ -136,7 +137,7 @@ def _blend_kernel(
         along = ()
         for _ in tl.static_range(M):
             along = along + (tl.zeros([TOKENS, COLUMNS], tl.float32),)
-        for start in range(0, D, COLUMNS):
+        for start in tl.range(0, D, COLUMNS, num_stages=STAGES):
             for stream in tl.static_range(M):
                 spot = stream * plane + place + start
                 mixed = older[stream] * tl.load(mix_ptr + spot, mask=mask[:, None], other=0.0).to(tl.float32)
@@ -156,7 +157,7 @@ def _blend_kernel(
             projected = tl.sum(along[gate], 1)
             tl.store(kept_ptr + token * (M + 1) + gate, projected, mask=mask)
             gates = gates + (tl.sigmoid(scale * projected * factor + tl.load(bias_ptr + gate))[:, None],)
-    for start in range(0, D, COLUMNS):
+    for start in tl.range(0, D, COLUMNS, num_stages=STAGES):
         output = tl.zeros([TOKENS, COLUMNS], tl.float32)
         for stream in tl.static_range(M):
             spot = stream * plane + place + start

@@ -30,11 +30,11 @@ from scaling.kernels.tile import dot, is_exact, narrow
 
 MAX_SOURCES = 128  # of a site: their logits share a tile
 # Sides of tiles and warps, as they measured best; columns at most.
-_EXPAND = {"TOKENS": 32, "COLUMNS": 32, "num_warps": 4}
-_SCORE = {"TOKENS": 32, "COLUMNS": 64, "num_warps": 4, "STAGES": 3}
+_EXPAND = {"TOGETHER": 8, "COLUMNS": 64, "num_warps": 1}
+_SCORE = {"TOKENS": 64, "COLUMNS": 64, "num_warps": 4, "STAGES": 3}
 
 
-@triton.jit(do_not_specialize=["owner", "num_tokens"])
+@triton.jit(do_not_specialize=["owner", "num_tokens", "span"])
 def _expand_kernel(
     source_ptr,  # (T, D)
     tap_ptr,  # (Q, K, D) float32
@@ -42,37 +42,57 @@ def _expand_kernel(
     stream_ptr,  # (M, T, D) out
     owner,
     num_tokens,
+    span,
     owner_stride,
     TAPS: tl.constexpr,  # of each stream
     FIRST: tl.constexpr,  # the first of each stream
     MOST: tl.constexpr,
+    K: tl.constexpr,
     M: tl.constexpr,
     D: tl.constexpr,
-    TOKENS: tl.constexpr,
+    TOGETHER: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
-    token_mask = token < num_tokens
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    age = tl.load(age_ptr + token, mask=token_mask, other=-1)
-    place = token.to(tl.int64)[:, None] * D + column[None, :]
-    taps_ptr = tap_ptr + tl.cast(owner, tl.int64) * owner_stride + column
-    streams = ()
-    for _ in tl.static_range(M):
-        streams = streams + (tl.zeros([TOKENS, COLUMNS], tl.float32),)
-    for tau in tl.static_range(MOST):  # each token's value is loaded once for all streams
-        value = tl.load(source_ptr + place - tau * D, mask=(age >= tau)[:, None], other=0.0).to(tl.float32)
-        more = ()
-        for stream in tl.static_range(M):
-            if tau < TAPS[stream]:
-                tap = tl.load(taps_ptr + (FIRST[stream] + tau) * D)
-                more = more + (streams[stream] + value * tap[None, :],)
-            else:
-                more = more + (streams[stream],)
-        streams = more
-    for stream in tl.static_range(M):
-        out_ptr = stream_ptr + stream * (tl.cast(num_tokens, tl.int64) * D) + place
-        tl.store(out_ptr, narrow(streams[stream], stream_ptr.dtype.element_ty), mask=token_mask[:, None])
+    first = tl.program_id(1).to(tl.int64) * span
+    last = tl.minimum(first + span, num_tokens)
+    line = tl.cast(num_tokens, tl.int64) * D
+    taps = ()
+    for tap in tl.static_range(K):
+        taps = taps + (tl.load(tap_ptr + tl.cast(owner, tl.int64) * owner_stride + tap * D + column),)
+    ring = ()  # the values of the last tokens, the newest first
+    for tau in tl.static_range(1, MOST):
+        earlier = first - tau
+        inside = (earlier >= 0) & (column < D)
+        ring = ring + (tl.load(source_ptr + earlier * D + column, mask=inside, other=0.0).to(tl.float32),)
+    for start in range(first, last, TOGETHER):
+        values = ()
+        for step in tl.static_range(TOGETHER):  # their loads are in flight together
+            inside = (start + step < last) & (column < D)
+            values = values + (tl.load(source_ptr + (start + step) * D + column, mask=inside, other=0.0),)
+        for step in tl.static_range(TOGETHER):
+            token = start + step
+            age = tl.load(age_ptr + token, mask=token < last, other=0)
+            ring = (values[step].to(tl.float32),) + ring
+            streams = ()
+            for _ in tl.static_range(M):
+                streams = streams + (tl.zeros([COLUMNS], tl.float32),)
+            for tau in tl.static_range(MOST):
+                value = ring[tau]
+                if tau > 0:
+                    value = tl.where(age >= tau, value, 0.0)
+                more = ()
+                for stream in tl.static_range(M):
+                    if tau < TAPS[stream]:
+                        more = more + (streams[stream] + value * taps[FIRST[stream] + tau],)
+                    else:
+                        more = more + (streams[stream],)
+                streams = more
+            for stream in tl.static_range(M):
+                out_ptr = stream_ptr + stream * line + token * D + column
+                mask = (token < last) & (column < D)
+                tl.store(out_ptr, narrow(streams[stream], stream_ptr.dtype.element_ty), mask=mask)
+            ring = ring[: MOST - 1]
 
 
 @triton.jit(do_not_specialize=["source_row", "first_site", "num_sites", "num_tokens", "num_pairs"])
@@ -141,7 +161,13 @@ class Streams:
     @property
     def constants(self) -> dict[str, Any]:
         """What kernels are compiled for, so that the loops over taps are unrolled and their loads overlap."""
-        return {"TAPS": self.taps, "FIRST": self.first, "MOST": max(self.taps), "M": self.num_streams}
+        return {
+            "TAPS": self.taps,
+            "FIRST": self.first,
+            "MOST": max(self.taps),
+            "K": self.tap_QKD.shape[1],
+            "M": self.num_streams,
+        }
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -178,6 +204,16 @@ def chunk(width: int, most: int = 256) -> int:
     return min(most, width & -width)
 
 
+def num_spans(num_tokens: int, programs: int) -> int:
+    """Spans of tokens that one program walks, none empty, where a span has so many programs.
+
+    A span is at least eight times as long as the longest kernel of the defaults; sixteen programs for each of an
+    H200's 132 multiprocessors.
+    """
+    wanted = max(1, min(triton.cdiv(2112, programs), triton.cdiv(num_tokens, 96)))
+    return int(triton.cdiv(num_tokens, triton.cdiv(num_tokens, wanted)))
+
+
 def tile(sides: dict[str, int], width: int) -> dict[str, int]:
     """Sides of a tile, whose columns divide the width."""
     return {**sides, "COLUMNS": chunk(width, sides["COLUMNS"])}
@@ -187,13 +223,15 @@ def expand(streams: Streams, source_TD: Tensor, stream_MTD: Tensor, *, owner: in
     """Write one source's streams."""
     _, num_tokens, width = stream_MTD.shape
     sides = tile(_EXPAND, width)
-    _expand_kernel[(width // sides["COLUMNS"], triton.cdiv(num_tokens, sides["TOKENS"]))](
+    spans = num_spans(num_tokens, width // sides["COLUMNS"])
+    _expand_kernel[(width // sides["COLUMNS"], spans)](
         source_TD,
         streams.tap_QKD,
         streams.age_T,
         stream_MTD,
         owner,
         num_tokens,
+        triton.cdiv(num_tokens, spans),
         streams.tap_QKD.stride(0),
         D=width,
         **sides,
