@@ -56,6 +56,11 @@ class Rule:
         """Norms a token."""
         return streams if self.kind == "hc" else 1
 
+    def padded_fields(self, streams: int) -> int:
+        """Side of a tensor-core tile that holds F."""
+        fields = streams + 2 if self.kind == "hc" else self.coefficients(streams)
+        return max(16, triton.next_power_of_2(fields))
+
     @property
     def steps(self) -> int:
         """Divisions by sums that the Sinkhorn iterations make."""
@@ -78,7 +83,7 @@ class Rule:
             "MP": triton.next_power_of_2(streams),
             "K": self.coefficients(streams),
             "F": fields,
-            "FP": max(16, triton.next_power_of_2(fields)),
+            "FP": self.padded_fields(streams),
         }
 
 

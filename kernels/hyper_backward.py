@@ -2,9 +2,8 @@
 
 :func:`step_gradients` takes the gradients of a step's results (:mod:`scaling.kernels.hyper`). Three passes (U is one
 tensor of the width): ``<dh, X'_i>`` (:mod:`scaling.kernels.hyper_tokens`, (M + 1) U), gradients of the coefficients
-(:mod:`scaling.kernels.hyper_logits`, numbers by token), and here one over the width, (4 M + 3) U: the gradient of X', of
-which the part that comes through the projections is made on tensor cores, and from it those of X, f, post and mix.
-:mod:`scaling.kernels.hyper_phi` has the projections' weights.
+(:mod:`scaling.kernels.hyper_logits`, numbers by token), and the gradient of X' with all that follows from it
+(:mod:`scaling.kernels.hyper_spread`, (4 M + 3) U). :mod:`scaling.kernels.hyper_phi` has the projections' weights, M U.
 
 Shape legend: as in :mod:`scaling.kernels.hyper`; P programs.
 """
@@ -12,170 +11,14 @@ Shape legend: as in :mod:`scaling.kernels.hyper`; P programs.
 from __future__ import annotations
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
-from scaling.kernels.hyper import HC, SUM, Rule, largest_part
+from scaling.kernels.hyper import Rule
 from scaling.kernels.hyper_logits import logit_gradients
 from scaling.kernels.hyper_phi import split
+from scaling.kernels.hyper_spread import spread
 from scaling.kernels.hyper_tokens import weigh
-from scaling.kernels.tile import dot, is_exact, narrow
-
-_TOKENS, _COLUMNS, _WARPS = 32, 32, 4  # of a program that spreads: a row of 8 columns a thread
-
-
-@triton.jit
-def _by_token(pointer, inside):
-    """One number a token, as a factor of a ``(tokens, lanes, columns of a lane)`` tile."""
-    return tl.load(pointer, mask=inside, other=0.0)[:, None, None]
-
-
-@triton.jit
-def _fetch(
-    out_gradient_ptr, out_ptr, stream_ptr, update_ptr, read_gradient_ptr, spot, flat_spot, mask,
-    WRITE: tl.constexpr, PROJECT: tl.constexpr, M: tl.constexpr, D: tl.constexpr,
-):  # fmt: skip
-    """A chunk of what the pass reads: dX', X' and X by stream, dh and f, all loads in flight together."""
-    tiles = ()
-    for i in tl.static_range(M):
-        tiles += (tl.load(out_gradient_ptr + spot + i * D, mask=mask, other=0.0),)
-    for i in tl.static_range(M if PROJECT else 0):
-        tiles += (tl.load(out_ptr + spot + i * D, mask=mask, other=0.0),)
-    for i in tl.static_range(M if WRITE else 0):
-        tiles += (tl.load(stream_ptr + spot + i * D, mask=mask, other=0.0),)
-    tiles += (tl.load(read_gradient_ptr + flat_spot, mask=mask, other=0.0),)
-    if WRITE:
-        tiles += (tl.load(update_ptr + flat_spot, mask=mask, other=0.0),)
-    return tiles
-
-
-@triton.jit(do_not_specialize=["num_tokens"])
-def _spread_kernel(
-    stream_ptr,  # (T, M, D) X
-    update_ptr,  # (T, D) f
-    post_ptr,  # (T, M)
-    mix_ptr,  # (T, M, M)
-    part_ptr,  # (M * D, 2 * FP) projections' weights, high and low; for hc (D, 2 * FP)
-    out_ptr,  # (T, M, D) X'
-    pre_ptr,  # (T, M)
-    outer_ptr,  # (T, K) rho dp
-    slope_ptr,  # (T, norms)
-    level_ptr,  # (T, norms)
-    out_gradient_ptr,  # (T, M, D)
-    read_gradient_ptr,  # (T, D)
-    stream_gradient_ptr,  # (T, M, D) from here on results
-    update_gradient_ptr,  # (T, D)
-    post_gradient_ptr,  # (T, M)
-    mix_gradient_ptr,  # (T, M, M)
-    num_tokens,
-    WRITE: tl.constexpr,
-    KIND: tl.constexpr,
-    PROJECT: tl.constexpr,
-    CENTRED: tl.constexpr,
-    M: tl.constexpr,
-    K: tl.constexpr,
-    F: tl.constexpr,
-    FP: tl.constexpr,
-    D: tl.constexpr,
-    TOKENS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    LANE: tl.constexpr,
-    EXACT: tl.constexpr,
-):
-    block = tl.num_programs(0) - 1 - tl.program_id(0)  # backwards: the last rows weighed are still in the L2
-    token = block.to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
-    inside = token < num_tokens
-    SIDE: tl.constexpr = FP if EXACT else 2 * FP
-    PER_STREAM: tl.constexpr = KIND == HC
-    OWN: tl.constexpr = 1 if PER_STREAM else 0
-    field = tl.arange(0, FP)
-    kind: tl.constexpr = stream_gradient_ptr.dtype.element_ty
-    narrow_kind: tl.constexpr = part_ptr.dtype.element_ty
-    highs = ()
-    lows = ()
-    if PROJECT:
-        for i in tl.static_range(M if PER_STREAM else 1):
-            outer = tl.load(
-                outer_ptr + token[:, None] * K + i * F + field[None, :],
-                mask=inside[:, None] & (field < F)[None, :], other=0.0,
-            )  # fmt: skip
-            high = outer
-            if not EXACT:
-                high = narrow(outer, narrow_kind)
-                lows += (narrow(outer - high.to(tl.float32), narrow_kind),)
-            highs += (high,)
-    given = ()
-    shared = ()
-    zero = tl.zeros([TOKENS, COLUMNS // LANE], tl.float32)
-    for i in tl.static_range(M if WRITE else 0):
-        given += (zero,)
-        for _ in tl.static_range(M):
-            shared += (zero,)
-    row = token[:, None, None]
-    mask = inside[:, None, None]
-    columns = tl.arange(0, COLUMNS // LANE)[None, :, None] * LANE + tl.arange(0, LANE)[None, None, :]
-    OUT: tl.constexpr = M  # where X' stands among a chunk's tiles, and X, dh and f
-    STREAM: tl.constexpr = OUT + (M if PROJECT else 0)
-    READ: tl.constexpr = STREAM + (M if WRITE else 0)
-    for start in tl.range(0, D, COLUMNS):
-        # Products before loads: what comes first decides which layout Triton moves into the other's.
-        backs = ()
-        for i in tl.static_range(M if PROJECT else 0):
-            phi_row = start + tl.arange(0, COLUMNS) + i * (0 if PER_STREAM else D)
-            phi_spot = part_ptr + phi_row[None, :] * SIDE + field[:, None]
-            phi = tl.load(phi_spot)
-            back = dot(highs[i * OWN], phi, tl.zeros([TOKENS, COLUMNS], tl.float32), EXACT)
-            if not EXACT:
-                back = dot(lows[i * OWN], phi, back, EXACT)
-                back = dot(highs[i * OWN], tl.load(phi_spot + FP), back, EXACT)
-            backs += (tl.reshape(back, [TOKENS, COLUMNS // LANE, LANE]),)
-        spot = row * (M * D) + start + columns
-        flat_spot = row * D + start + columns
-        tiles = _fetch(
-            out_gradient_ptr, out_ptr, stream_ptr, update_ptr, read_gradient_ptr, spot, flat_spot, mask,
-            WRITE, PROJECT, M, D,
-        )  # fmt: skip
-        read_gradient = tiles[READ].to(tl.float32)
-        totals = ()
-        for i in tl.static_range(M):
-            total = tiles[i].to(tl.float32)
-            if KIND == SUM:
-                total += read_gradient
-            else:
-                total += _by_token(pre_ptr + token * M + i, inside) * read_gradient
-            if PROJECT:
-                norm = token * M + i if PER_STREAM else token
-                total -= _by_token(slope_ptr + norm, inside) * tiles[OUT + i].to(tl.float32)
-                if CENTRED:
-                    total -= _by_token(level_ptr + norm, inside)
-                total += backs[i]
-            totals += (total,)
-        if WRITE:
-            update = tiles[READ + 1].to(tl.float32)
-            update_gradient = tl.zeros([TOKENS, COLUMNS // LANE, LANE], tl.float32)
-            new_given = ()
-            for i in tl.static_range(M):
-                new_given += (given[i] + tl.sum(totals[i] * update, 2),)
-                update_gradient += _by_token(post_ptr + token * M + i, inside) * totals[i]
-            given = new_given
-            tl.store(update_gradient_ptr + flat_spot, narrow(update_gradient, update_gradient_ptr.dtype.element_ty), mask=mask)
-            new_shared = ()
-            for j in tl.static_range(M):
-                held = tiles[STREAM + j].to(tl.float32)
-                gradient = tl.zeros([TOKENS, COLUMNS // LANE, LANE], tl.float32)
-                for i in tl.static_range(M):
-                    new_shared += (shared[j * M + i] + tl.sum(totals[i] * held, 2),)
-                    gradient += _by_token(mix_ptr + (token * M + i) * M + j, inside) * totals[i]
-                tl.store(stream_gradient_ptr + spot + j * D, narrow(gradient, kind), mask=mask)
-            shared = new_shared
-        else:
-            for i in tl.static_range(M):
-                tl.store(stream_gradient_ptr + spot + i * D, narrow(totals[i], kind), mask=mask)
-    for i in tl.static_range(M if WRITE else 0):
-        tl.store(post_gradient_ptr + token * M + i, tl.sum(given[i], 1), mask=inside)
-        for j in tl.static_range(M):
-            tl.store(mix_gradient_ptr + (token * M + i) * M + j, tl.sum(shared[j * M + i], 1), mask=inside)
+from scaling.kernels.tile import is_exact
 
 
 def step_gradients(
@@ -252,58 +95,4 @@ def step_gradients(
         update_gradient_TD=update_gradient_TD,
         post_gradient_TM=post_gradient_TM,
         mix_gradient_TMM=mix_gradient_TMM,
-    )
-
-
-def spread(
-    rule: Rule,
-    *,
-    stream_TMD: Tensor,
-    update_TD: Tensor | None,
-    post_TM: Tensor,
-    mix_TMM: Tensor,
-    part: Tensor,
-    out_TMD: Tensor,
-    pre_TM: Tensor,
-    outer_TK: Tensor,
-    slope: Tensor,
-    level: Tensor,
-    out_gradient_TMD: Tensor,
-    read_gradient_TD: Tensor,
-    stream_gradient_TMD: Tensor,
-    update_gradient_TD: Tensor,
-    post_gradient_TM: Tensor,
-    mix_gradient_TMM: Tensor,
-) -> None:
-    """Write the gradients of X, f, post and mix: the pass over the width."""
-    num_tokens, streams, width = out_TMD.shape
-    constants = rule.constants(streams)
-    columns = largest_part(width, _COLUMNS if streams <= 4 else _COLUMNS // 2)
-    _spread_kernel[(triton.cdiv(num_tokens, _TOKENS),)](
-        stream_TMD,
-        read_gradient_TD if update_TD is None else update_TD,
-        post_TM,
-        mix_TMM,
-        part,
-        out_TMD,
-        pre_TM,
-        outer_TK,
-        slope,
-        level,
-        out_gradient_TMD,
-        read_gradient_TD,
-        stream_gradient_TMD,
-        update_gradient_TD,
-        post_gradient_TM,
-        mix_gradient_TMM,
-        num_tokens,
-        WRITE=update_TD is not None,
-        **{name: constants[name] for name in ("KIND", "PROJECT", "CENTRED", "M", "K", "F", "FP")},
-        D=width,
-        TOKENS=_TOKENS,
-        COLUMNS=columns,
-        LANE=min(8, _TOKENS * columns // (32 * _WARPS)),
-        EXACT=is_exact(read_gradient_TD.dtype if update_TD is None else update_TD.dtype),
-        num_warps=_WARPS,
-        num_stages=2,
     )

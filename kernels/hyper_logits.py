@@ -5,8 +5,8 @@ width (:mod:`scaling.kernels.hyper_backward`). Sinkhorn's iterations are made ag
 M' = M / s, s the sums along an axis, dM = (dM' - sum_axis(dM' M')) / s.
 
 With x^ = (x - mu) rho and projections p = <x^, phi>, dx = rho (sum_c dp_c phi_c - mean - x^ sum_c dp_c p_c / D), where
-mean is 0 without centring. For the pass over the width the kernel leaves rho dp, the slope that x takes, rho^2 / D times
-the last sum, and the level that is the same for all columns.
+mean is 0 without centring. For the pass over the width the kernel leaves rho dp, the slope that x takes (rho^2 / D
+times the last sum) and the level that all columns share.
 
 Shape legend: as in :mod:`scaling.kernels.hyper`; P programs.
 """
@@ -40,7 +40,7 @@ def _denormalise(matrix, gradient, sum_ptr, sum_mask, valid, ROWS: tl.constexpr)
 
 @triton.jit
 def _add_up(sum_ptr, value, M: tl.constexpr, F: tl.constexpr, FP: tl.constexpr, TOKENS: tl.constexpr):
-    """Store the sum over a program's tokens of ``(rows, FP)`` values, a row for each token, or for each of its streams."""
+    """Store the sum over a program's tokens of ``(rows, FP)`` values, a row for each token, or for its streams."""
     SIDE: tl.constexpr = value.shape[0] * FP // TOKENS
     side = tl.arange(0, SIDE)
     total = tl.sum(tl.reshape(value, [TOKENS, SIDE]), 0)

@@ -26,11 +26,11 @@ _ROWS = 64  # of a projecting program; each reads its split's weights once, from
 def _split_kernel(
     phi_ptr,  # (M * D, F), or (D, F) for hc
     part_ptr,  # (M * D, 2 * FP), high and low; if WHOLE (M * D, FP)
+    num_rows,
     WHOLE: tl.constexpr,
     F: tl.constexpr,
     FP: tl.constexpr,
     ROWS: tl.constexpr,
-    num_rows,
 ):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     field = tl.arange(0, FP)[None, :]
@@ -139,12 +139,11 @@ def _phi_gradient_kernel(
 
 def split(rule: Rule, *, phi: Tensor, streams: int, dtype: torch.dtype) -> Tensor:
     """Return the weights as the products take them, in parts of ``dtype`` unless that is float32."""
-    constants = rule.constants(streams)
-    sides = constants["FP"] if dtype == torch.float32 else 2 * constants["FP"]
-    part = phi.new_empty((phi.shape[0], sides), dtype=dtype)
-    _split_kernel[(triton.cdiv(phi.shape[0], 32),)](
-        phi, part, dtype == torch.float32, constants["F"], constants["FP"], 32, phi.shape[0], num_warps=2
-    )
+    whole = dtype == torch.float32
+    rows, fields = phi.shape
+    padded = rule.padded_fields(streams)
+    part = phi.new_empty((rows, padded if whole else 2 * padded), dtype=dtype)
+    _split_kernel[(triton.cdiv(rows, 32),)](phi, part, rows, WHOLE=whole, F=fields, FP=padded, ROWS=32, num_warps=2)
     return part
 
 

@@ -216,6 +216,4 @@ def read(*, stream_TMD: Tensor, pre_TM: Tensor | None, read_TD: Tensor) -> None:
 def weigh(*, stream_TMD: Tensor, gradient_TD: Tensor, weight_TM: Tensor) -> None:
     """Write each stream's inner product with the gradient of what was read."""
     num_tokens, streams, width = stream_TMD.shape
-    _weigh_kernel[(num_tokens,)](
-        stream_TMD, gradient_TD, weight_TM, M=streams, D=width, LANE=8, **_sides(width)
-    )
+    _weigh_kernel[(num_tokens,)](stream_TMD, gradient_TD, weight_TM, M=streams, D=width, LANE=8, **_sides(width))
