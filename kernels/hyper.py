@@ -59,7 +59,7 @@ class Rule:
     def padded_fields(self, streams: int) -> int:
         """Side of a tensor-core tile that holds F."""
         fields = streams + 2 if self.kind == "hc" else self.coefficients(streams)
-        return max(16, triton.next_power_of_2(fields))
+        return max(16, int(triton.next_power_of_2(fields)))
 
     @property
     def steps(self) -> int:

@@ -27,6 +27,24 @@ def _by_lane(value, LANE: tl.constexpr):
 
 
 @triton.jit
+def _copies(value, COUNT: tl.constexpr):
+    """A tuple of the same value."""
+    copies = ()
+    for _ in tl.static_range(COUNT):
+        copies += (value,)
+    return copies
+
+
+@triton.jit
+def _fetch(stream_row, column, M: tl.constexpr, D: tl.constexpr):
+    """The columns of every stream, for the last time in a pass."""
+    values = ()
+    for j in tl.static_range(M):
+        values += (tl.load(stream_row + j * D + column, eviction_policy="evict_first").to(tl.float32),)
+    return values
+
+
+@triton.jit
 def _write_kernel(
     stream_ptr,  # (T, M, D)
     update_ptr,  # (T, D)
@@ -59,16 +77,11 @@ def _write_kernel(
                 shares += (tl.load(mix_ptr + (token * M + i) * M + j),)
     SUMS: tl.constexpr = M if PER_STREAM else 1
     zero = tl.zeros([CHUNK // LANE], tl.float32)
-    firsts = ()
-    seconds = ()
-    for _ in tl.static_range(SUMS):
-        firsts += (zero,)
-        seconds += (zero,)
+    firsts = _copies(zero, SUMS)
+    seconds = _copies(zero, SUMS)
     for start in tl.range(0, D, CHUNK, num_stages=STAGES):
         column = start + tl.arange(0, CHUNK)
-        values = ()
-        for j in tl.static_range(M):
-            values += (tl.load(stream_row + j * D + column, eviction_policy="evict_first").to(tl.float32),)
+        values = _fetch(stream_row, column, M, D)
         if WRITE:
             update = tl.load(update_ptr + token * D + column, eviction_policy="evict_first").to(tl.float32)
         new_firsts = ()
@@ -147,9 +160,7 @@ def _weigh_kernel(
     STAGES: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
-    sums = ()
-    for _ in tl.static_range(M):
-        sums += (tl.zeros([CHUNK // LANE], tl.float32),)
+    sums = _copies(tl.zeros([CHUNK // LANE], tl.float32), M)
     for start in tl.range(0, D, CHUNK, num_stages=STAGES):
         column = start + tl.arange(0, CHUNK)
         gradient = tl.load(gradient_ptr + token * D + column).to(tl.float32)
