@@ -27,21 +27,11 @@ def _by_token(pointer, inside):
 
 
 @triton.jit
-def _fetch(
-    out_gradient_ptr, out_ptr, stream_ptr, update_ptr, read_gradient_ptr, spot, flat_spot, mask,
-    WRITE: tl.constexpr, PROJECT: tl.constexpr, M: tl.constexpr, D: tl.constexpr,
-):  # fmt: skip
-    """A chunk of what the pass reads: dX', X' and X by stream, dh and f, all loads in flight together."""
+def _fetch(pointer, spot, mask, COUNT: tl.constexpr, D: tl.constexpr):
+    """The first ``COUNT`` streams' tiles, their loads in flight together."""
     tiles = ()
-    for i in tl.static_range(M):
-        tiles += (tl.load(out_gradient_ptr + spot + i * D, mask=mask, other=0.0),)
-    for i in tl.static_range(M if PROJECT else 0):
-        tiles += (tl.load(out_ptr + spot + i * D, mask=mask, other=0.0),)
-    for i in tl.static_range(M if WRITE else 0):
-        tiles += (tl.load(stream_ptr + spot + i * D, mask=mask, other=0.0),)
-    tiles += (tl.load(read_gradient_ptr + flat_spot, mask=mask, other=0.0),)
-    if WRITE:
-        tiles += (tl.load(update_ptr + flat_spot, mask=mask, other=0.0),)
+    for i in tl.static_range(COUNT):
+        tiles += (tl.load(pointer + spot + i * D, mask=mask, other=0.0),)
     return tiles
 
 
@@ -110,11 +100,12 @@ def _spread_kernel(
     row = token[:, None, None]
     mask = inside[:, None, None]
     columns = tl.arange(0, COLUMNS // LANE)[None, :, None] * LANE + tl.arange(0, LANE)[None, None, :]
-    OUT: tl.constexpr = M  # where X' stands among a chunk's tiles, and X, dh and f
-    STREAM: tl.constexpr = OUT + (M if PROJECT else 0)
-    READ: tl.constexpr = STREAM + (M if WRITE else 0)
     for start in tl.range(0, D, COLUMNS):
-        # Products before loads: what comes first decides which layout Triton moves into the other's.
+        spot = row * (M * D) + start + columns
+        flat_spot = row * D + start + columns
+        out_gradients = _fetch(out_gradient_ptr, spot, mask, M, D)
+        if not PER_STREAM:
+            outs = _fetch(out_ptr, spot, mask, M if PROJECT else 0, D)
         backs = ()
         for i in tl.static_range(M if PROJECT else 0):
             phi_row = start + tl.arange(0, COLUMNS) + i * (0 if PER_STREAM else D)
@@ -125,29 +116,29 @@ def _spread_kernel(
                 back = dot(lows[i * OWN], phi, back, EXACT)
                 back = dot(highs[i * OWN], tl.load(phi_spot + FP), back, EXACT)
             backs += (tl.reshape(back, [TOKENS, COLUMNS // LANE, LANE]),)
-        spot = row * (M * D) + start + columns
-        flat_spot = row * D + start + columns
-        tiles = _fetch(
-            out_gradient_ptr, out_ptr, stream_ptr, update_ptr, read_gradient_ptr, spot, flat_spot, mask,
-            WRITE, PROJECT, M, D,
-        )  # fmt: skip
-        read_gradient = tiles[READ].to(tl.float32)
+        if PER_STREAM:  # fewer registers while the products run, and so three programs an SM
+            outs = _fetch(out_ptr, spot, mask, M if PROJECT else 0, D)
+        # This load comes after the products: so Triton moves them into its layout, and not everything else into theirs.
+        read_gradient = tl.load(read_gradient_ptr + flat_spot, mask=mask, other=0.0).to(tl.float32)
+        helds = _fetch(stream_ptr, spot, mask, M if WRITE else 0, D)
+        if WRITE:
+            update = tl.load(update_ptr + flat_spot, mask=mask, other=0.0)
         totals = ()
         for i in tl.static_range(M):
-            total = tiles[i].to(tl.float32)
+            total = out_gradients[i].to(tl.float32)
             if KIND == SUM:
                 total += read_gradient
             else:
                 total += _by_token(pre_ptr + token * M + i, inside) * read_gradient
             if PROJECT:
                 norm = token * M + i if PER_STREAM else token
-                total -= _by_token(slope_ptr + norm, inside) * tiles[OUT + i].to(tl.float32)
+                total -= _by_token(slope_ptr + norm, inside) * outs[i].to(tl.float32)
                 if CENTRED:
                     total -= _by_token(level_ptr + norm, inside)
                 total += backs[i]
             totals += (total,)
         if WRITE:
-            update = tiles[READ + 1].to(tl.float32)
+            update = update.to(tl.float32)
             update_gradient = tl.zeros([TOKENS, COLUMNS // LANE, LANE], tl.float32)
             new_given = ()
             for i in tl.static_range(M):
@@ -158,7 +149,7 @@ def _spread_kernel(
             tl.store(update_gradient_ptr + flat_spot, narrow(update_gradient, update_kind), mask=mask)
             new_shared = ()
             for j in tl.static_range(M):
-                held = tiles[STREAM + j].to(tl.float32)
+                held = helds[j].to(tl.float32)
                 gradient = tl.zeros([TOKENS, COLUMNS // LANE, LANE], tl.float32)
                 for i in tl.static_range(M):
                     new_shared += (shared[j * M + i] + tl.sum(totals[i] * held, 2),)
@@ -197,6 +188,7 @@ def spread(
     """Write the gradients of X, f, post and mix: the pass over the width."""
     num_tokens, streams, width = out_TMD.shape
     constants = rule.constants(streams)
+    exact = is_exact(read_gradient_TD.dtype if update_TD is None else update_TD.dtype)
     columns = largest_part(width, _COLUMNS if streams <= 4 else _COLUMNS // 2)
     _spread_kernel[(triton.cdiv(num_tokens, _TOKENS),)](
         stream_TMD,
@@ -222,7 +214,7 @@ def spread(
         TOKENS=_TOKENS,
         COLUMNS=columns,
         LANE=min(8, _TOKENS * columns // (32 * _WARPS)),
-        EXACT=is_exact(read_gradient_TD.dtype if update_TD is None else update_TD.dtype),
+        EXACT=exact,
         num_warps=_WARPS,
         num_stages=2,
     )
