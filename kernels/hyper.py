@@ -8,7 +8,7 @@ The coefficients are functions of ``l = scale * act(projected) + bias``, K = M^2
   of the mixing and its write weight (arXiv 2409.19606); static where nothing is projected;
 - ``read``: ``pre = sigmoid(l)`` alone, M numbers; ``sum``: ``pre = 1``: what the head reads.
 
-:mod:`scaling.kernels.hyper_forward` and :mod:`scaling.kernels.hyper_backward` have the kernels,
+:mod:`scaling.kernels.hyper_forward` and :mod:`scaling.kernels.hyper_backward` put the kernels in order,
 :mod:`scaling.kernels.hyper_step` the operator.
 
 Shape legend: T tokens, M streams, D width, K coefficients, F projections of a stream (hc: M + 2) or of all (K).
@@ -56,6 +56,11 @@ class Rule:
         """Norms a token."""
         return streams if self.kind == "hc" else 1
 
+    def padded_fields(self, streams: int) -> int:
+        """Side of a tensor-core tile that holds F."""
+        fields = streams + 2 if self.kind == "hc" else self.coefficients(streams)
+        return max(16, int(triton.next_power_of_2(fields)))
+
     @property
     def steps(self) -> int:
         """Divisions by sums that the Sinkhorn iterations make."""
@@ -78,21 +83,27 @@ class Rule:
             "MP": triton.next_power_of_2(streams),
             "K": self.coefficients(streams),
             "F": fields,
-            "FP": max(16, triton.next_power_of_2(fields)),
+            "FP": self.padded_fields(streams),
         }
 
 
 @triton.jit
 def dot_split(a, b, accumulator, EXACT: tl.constexpr):
-    """``accumulator + a @ b`` of float32 tiles, each in two bfloat16 parts: 16 bits of both survive."""
+    """``accumulator + a @ b`` with 16 bits of both: float32 ``b``, and ``a`` unless bfloat16, in two bfloat16 parts."""
     if EXACT:
         return dot(a, b, accumulator, EXACT)
     else:
-        a_high = narrow(a, tl.bfloat16)
         b_high = narrow(b, tl.bfloat16)
-        accumulator = dot(a_high, b_high, accumulator, EXACT)
-        accumulator = dot(a_high, narrow(b - b_high.to(tl.float32), tl.bfloat16), accumulator, EXACT)
-        return dot(narrow(a - a_high.to(tl.float32), tl.bfloat16), b_high, accumulator, EXACT)
+        b_low = narrow(b - b_high.to(tl.float32), tl.bfloat16)
+        if a.dtype == tl.bfloat16:
+            accumulator = dot(a, b_high, accumulator, EXACT)
+            return dot(a, b_low, accumulator, EXACT)
+        else:
+            wide = a.to(tl.float32)
+            a_high = narrow(wide, tl.bfloat16)
+            accumulator = dot(a_high, b_high, accumulator, EXACT)
+            accumulator = dot(a_high, b_low, accumulator, EXACT)
+            return dot(narrow(wide - a_high.to(tl.float32), tl.bfloat16), b_high, accumulator, EXACT)
 
 
 @triton.jit
@@ -116,15 +127,17 @@ def logits(projected_ptr, scale_ptr, bias_ptr, place, index, mask, PROJECT: tl.c
 
 
 @triton.jit
-def normalise(matrix, sum_ptr, sum_mask, valid, ROWS: tl.constexpr):
-    """Divide by the sums of rows, or of columns, and keep them."""
+def normalise(matrix, sum_ptr, sum_mask, valid, ROWS: tl.constexpr, KEEP: tl.constexpr):
+    """Divide by the sums of rows, or of columns, and keep them if the backward pass is to undo it."""
     if ROWS:
         total = tl.where(sum_mask, tl.sum(matrix, 2), 1.0)
-        tl.store(sum_ptr, total, mask=sum_mask)
+        if KEEP:
+            tl.store(sum_ptr, total, mask=sum_mask)
         return tl.where(valid, matrix / total[:, :, None], 0.0)
     else:
         total = tl.where(sum_mask, tl.sum(matrix, 1), 1.0)
-        tl.store(sum_ptr, total, mask=sum_mask)
+        if KEEP:
+            tl.store(sum_ptr, total, mask=sum_mask)
         return tl.where(valid, matrix / total[:, None, :], 0.0)
 
 
@@ -145,21 +158,24 @@ def sinkhorn_start(value, valid, SOFTMAX_START: tl.constexpr):
 @triton.jit
 def sinkhorn(
     matrix, sum_ptr, sum_mask, valid, step_stride,
-    ITERATIONS: tl.constexpr, ROWS_FIRST: tl.constexpr, SOFTMAX_START: tl.constexpr,
+    ITERATIONS: tl.constexpr, ROWS_FIRST: tl.constexpr, SOFTMAX_START: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
-    """Iterate from the start; ``sum_ptr`` (tokens, M) takes every division's sums, ``step_stride`` apart."""
+    """Iterate from the start; if ``KEEP``, ``sum_ptr`` (tokens, M) takes the divisions' sums, ``step_stride`` apart."""
     if SOFTMAX_START:
-        matrix = normalise(matrix, sum_ptr, sum_mask, valid, False)
+        matrix = normalise(matrix, sum_ptr, sum_mask, valid, False, KEEP)
         sum_ptr += step_stride
     for _ in range(ITERATIONS - SOFTMAX_START):
-        matrix = normalise(matrix, sum_ptr, sum_mask, valid, ROWS_FIRST)
+        matrix = normalise(matrix, sum_ptr, sum_mask, valid, ROWS_FIRST, KEEP)
         sum_ptr += step_stride
-        matrix = normalise(matrix, sum_ptr, sum_mask, valid, not ROWS_FIRST)
+        matrix = normalise(matrix, sum_ptr, sum_mask, valid, not ROWS_FIRST, KEEP)
         sum_ptr += step_stride
     return matrix
 
 
-def tile_sides(streams: int, width: int) -> dict[str, int]:
-    """Tokens and columns of a program's tile, and warps."""
-    columns = 64 if streams <= 4 and width % 64 == 0 else 32 if streams <= 4 and width % 32 == 0 else 16
-    return {"TOKENS": 16, "COLUMNS": columns, "num_warps": 8}
+def largest_part(width: int, most: int) -> int:
+    """Largest power of two that divides the width, at most ``most``.
+
+    >>> largest_part(1280, 1024), largest_part(48, 256), largest_part(1024, 128)
+    (256, 16, 128)
+    """
+    return min(width & -width, most)

@@ -18,6 +18,7 @@ from scaling.errors import KernelError
 from scaling.kernels.hyper import KINDS, Rule
 from scaling.kernels.hyper_backward import step_gradients
 from scaling.kernels.hyper_forward import step
+from scaling.kernels.hyper_logits import SUMS, TOKENS
 from scaling.kernels.hyper_phi import phi_gradient
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -178,18 +179,18 @@ def _step_fake(
     schema="(Tensor stream, Tensor? update, Tensor post, Tensor mix, Tensor phi, Tensor shift, Tensor offset, "
     "Tensor scale, Tensor bias, Tensor? out, Tensor projected, Tensor factor, Tensor out_gradient, "
     "Tensor read_gradient, Tensor post_gradient, Tensor mix_gradient, int[] numbers, float[] reals) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 def _step_backward(
     stream: Tensor, update: Tensor | None, post: Tensor, mix: Tensor, phi: Tensor, shift: Tensor, offset: Tensor,
     scale: Tensor, bias: Tensor, out: Tensor | None, projected: Tensor, factor: Tensor, out_gradient: Tensor,
     read_gradient: Tensor, post_gradient: Tensor, mix_gradient: Tensor, numbers: list[int], reals: list[float],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    results: tuple[Tensor, Tensor, Tensor, Tensor, Tensor] = _step_backward_fake(
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    results: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor] = _step_backward_fake(
         stream, update, post, mix, phi, shift, offset, scale, bias, out, projected, factor, out_gradient,
         read_gradient, post_gradient, mix_gradient, numbers, reals,
     )  # fmt: skip
-    stream_gradient, update_gradient, old_post_gradient, old_mix_gradient, logit_gradient = results
+    stream_gradient, update_gradient, old_post_gradient, old_mix_gradient, outer, sums = results
     step_gradients(
         _decode(numbers, reals),
         stream_TMD=stream,
@@ -212,7 +213,8 @@ def _step_backward(
         update_gradient_TD=update_gradient,
         post_gradient_TM=old_post_gradient,
         mix_gradient_TMM=old_mix_gradient,
-        logit_gradient_TK=logit_gradient,
+        outer_TK=outer,
+        sums_PSK=sums,
     )
     return results
 
@@ -222,14 +224,17 @@ def _step_backward_fake(
     stream: Tensor, update: Tensor | None, post: Tensor, mix: Tensor, phi: Tensor, shift: Tensor, offset: Tensor,
     scale: Tensor, bias: Tensor, out: Tensor | None, projected: Tensor, factor: Tensor, out_gradient: Tensor,
     read_gradient: Tensor, post_gradient: Tensor, mix_gradient: Tensor, numbers: list[int], reals: list[float],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    coefficients = _decode(numbers, reals).coefficients(stream.shape[1])
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    rule, tokens = _decode(numbers, reals), stream.shape[0]
+    coefficients = rule.coefficients(stream.shape[1])
+    projects = rule.projects and rule.kind != "sum"
     return (
         torch.empty_like(stream),
         stream.new_empty(0) if update is None else update.new_empty(update.shape),
         torch.empty_like(post),
         torch.empty_like(mix),
-        post.new_empty((stream.shape[0], coefficients)),
+        post.new_empty((tokens, coefficients) if projects else (0,)),
+        post.new_empty(((tokens + TOKENS - 1) // TOKENS, SUMS, coefficients)),
     )
 
 
@@ -263,30 +268,26 @@ def _step_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -
 def _step_backward_formula(
     ctx: Any, out_gradient: Tensor, read_gradient: Tensor, post_gradient: Tensor, mix_gradient: Tensor, *_: Tensor
 ) -> tuple[Tensor | None, ...]:
-    stream, update, post, _, phi, shift, _, scale, _, out, projected, factor = ctx.saved_tensors
+    stream, update, _, _, phi, _, _, _, _, out, _, factor = ctx.saved_tensors
     rule = _decode(ctx.numbers, ctx.reals)
     if update is None:  # the streams went on as they were, so that their own gradient comes from elsewhere
         out_gradient = torch.zeros_like(stream)
     results = torch.ops.isoloss.hyper_step_backward(
         *ctx.saved_tensors, out_gradient, read_gradient, post_gradient, mix_gradient, ctx.numbers, ctx.reals
     )
-    stream_gradient, update_gradient, old_post_gradient, old_mix_gradient, logit_gradient = results
-    phi_grad = shift_grad = offset_grad = scale_grad = None
-    bias_grad = logit_gradient.sum(0) if rule.kind != "sum" else None
+    stream_gradient, update_gradient, old_post_gradient, old_mix_gradient, outer, sums = results
+    phi_grad = shift_grad = offset_grad = scale_grad = bias_grad = None
+    if rule.kind != "sum":
+        totals = sums.sum(0)
+        bias_grad = totals[0]
     if phi.numel():
-        active = projected.tanh() if rule.tanh else projected
-        scale_grad = (logit_gradient * active).sum(0)
-        outer = logit_gradient * scale
-        if rule.tanh:
-            outer = outer * (1.0 - active * active)
-        by_norm = outer.view(outer.shape[0], factor.shape[-1], -1)
-        scaled = by_norm * factor[0].unsqueeze(-1)
+        scale_grad = totals[1]
         if rule.kind == "hc":
-            offset_grad = by_norm.sum((0, 1))
-            shift_grad = -(scaled * factor[1].unsqueeze(-1)).sum((0, 1))
+            by_stream = totals.view(SUMS, factor.shape[-1], -1).sum(1)
+            offset_grad, shift_grad = by_stream[2], -by_stream[3]
         exact = (stream if update is None else update).dtype == torch.float32
         source = stream if update is None else out
-        phi_grad = torch.ops.isoloss.hyper_phi_gradient(source, scaled.flatten(1), phi, exact, ctx.numbers, ctx.reals)
+        phi_grad = torch.ops.isoloss.hyper_phi_gradient(source, outer, phi, exact, ctx.numbers, ctx.reals)
     if update is None:
         update_gradient = old_post_gradient = old_mix_gradient = None
     return (

@@ -19,8 +19,12 @@ from scaling.kernels.gather import gather, receive
 from scaling.kernels.gather_group import gather_group, query_gradient
 from scaling.kernels.hyper import Rule
 from scaling.kernels.hyper_backward import step_gradients
+from scaling.kernels.hyper_coefficients import coefficients
 from scaling.kernels.hyper_forward import step
-from scaling.kernels.hyper_phi import phi_gradient
+from scaling.kernels.hyper_logits import SUMS, TOKENS, logit_gradients
+from scaling.kernels.hyper_phi import phi_gradient, project, split
+from scaling.kernels.hyper_spread import spread as spread_hyper
+from scaling.kernels.hyper_tokens import read, weigh, write
 from scaling.kernels.pull import pull
 from scaling.kernels.pull_group import pull_group
 from scaling.kernels.timed_streams import stream_cases
@@ -113,33 +117,61 @@ def _routing(shape: Shape, device: str) -> Iterator[Case]:
 
 
 def _hyper(shape: Shape, device: str) -> Iterator[Case]:
-    """One step of mHC and of dynamic hyper-connections."""
+    """One step of mHC and of dynamic hyper-connections, whole and kernel by kernel."""
     D, T, M = shape.width, shape.batch * shape.time, _STREAMS
     row, K = T * D * 2, M * (M + 2)
     kind: dict[str, Any] = {"device": device, "dtype": torch.bfloat16}
     wide: dict[str, Any] = {"device": device}
     stream, out, out_gradient, result = (torch.randn(T, M, D, **kind) for _ in range(4))
-    update, read, read_gradient, update_gradient = (torch.randn(T, D, **kind) for _ in range(4))
+    update, read_TD, read_gradient, update_gradient = (torch.randn(T, D, **kind) for _ in range(4))
     post, mix = torch.rand(T, M, **wide), torch.rand(T, M, M, **wide) / M
-    new_post, new_mix, projected = torch.empty_like(post), torch.empty_like(mix), torch.randn(T, K, **wide)
-    scale, bias, logit_gradient = torch.rand(K, **wide), torch.rand(K, **wide), torch.empty(T, K, **wide)
+    new_post, new_mix, pre = torch.empty_like(post), torch.empty_like(mix), torch.rand(T, M, **wide)
+    projected, outer = torch.randn(T, K, **wide), torch.randn(T, K, **wide) * 1e-3
+    scale, bias, sums = torch.rand(K, **wide), torch.rand(K, **wide), torch.empty(-(-T // TOKENS), SUMS, K, **wide)
     for name, rule in (("mhc", Rule(kind="mhc", iterations=20)), ("hc", Rule(kind="hc", tanh=True, centred=True))):
         fields = M + 2 if name == "hc" else K
         phi = torch.randn(D if name == "hc" else M * D, fields, **wide) * 0.02
         zeros, factor = torch.zeros(fields, **wide), torch.rand(2, T, rule.factors(M), **wide)
-        common = {
-            "stream_TMD": stream, "update_TD": update, "post_TM": post, "mix_TMM": mix, "phi": phi, "shift_F": zeros,
-            "offset_F": zeros, "scale_K": scale, "bias_K": bias, "out_TMD": out, "projected_TK": projected,
-            "factor": factor,
+        weights = {"shift_F": zeros, "offset_F": zeros, "scale_K": scale, "bias_K": bias, "projected_TK": projected}
+        old = {"stream_TMD": stream, "update_TD": update, "post_TM": post, "mix_TMM": mix, "out_TMD": out}
+        new = {"new_post_TM": new_post, "new_mix_TMM": new_mix}
+        incoming = {"new_post_gradient_TM": post, "new_mix_gradient_TMM": mix}
+        gradients = {
+            "out_gradient_TMD": out_gradient, "read_gradient_TD": read_gradient, "stream_gradient_TMD": result,
+            "update_gradient_TD": update_gradient, "post_gradient_TM": new_post, "mix_gradient_TMM": new_mix,
         }  # fmt: skip
-        call: Callable[[], Any] = partial(step, rule, read_TD=read, new_post_TM=new_post, new_mix_TMM=new_mix, **common)
-        yield f"{name} step", "forward", (2 * M + 2) * row, call
-        call = partial(
-            step_gradients, rule, out_gradient_TMD=out_gradient, read_gradient_TD=read_gradient,
-            new_post_gradient_TM=post, new_mix_gradient_TMM=mix, stream_gradient_TMD=result,
-            update_gradient_TD=update_gradient, post_gradient_TM=new_post, mix_gradient_TMM=new_mix,
-            logit_gradient_TK=logit_gradient, **common,
+        part = split(rule, phi=phi, streams=M, dtype=torch.bfloat16)
+        partial_STK = project(rule, stream_TMD=out, part=part, exact=False)
+        numbers = projected.nbytes + factor.nbytes + post.nbytes + mix.nbytes + pre.nbytes
+        call: Callable[[], Any] = partial(
+            step, rule, phi=phi, read_TD=read_TD, factor=factor, **old, **new, **weights
         )  # fmt: skip
-        yield f"{name} step", "backward", (4 * M + 3) * row, call
-        call = partial(phi_gradient, rule, out_TMD=out, outer_TK=logit_gradient, fields=fields, exact=False)
-        yield f"{name} projections", "backward", M * row + logit_gradient.nbytes, call
+        yield f"{name} step", "forward", (4 * M + 2) * row + 2 * partial_STK.nbytes, call
+        yield f"{name} write", "forward", (2 * M + 1) * row + factor.nbytes, partial(write, rule, factor=factor, **old)
+        call = partial(split, rule, phi=phi, streams=M, dtype=torch.bfloat16)
+        yield f"{name} split", "forward", phi.nbytes + part.nbytes, call
+        call = partial(project, rule, stream_TMD=out, part=part, exact=False)
+        yield f"{name} project", "forward", M * row + part.nbytes + partial_STK.nbytes, call
+        call = partial(coefficients, rule, partial=partial_STK, factor=factor, pre_TM=pre, **new, **weights)
+        yield f"{name} coefficients", "forward", partial_STK.nbytes + numbers, call
+        yield f"{name} read", "forward", (M + 1) * row, partial(read, stream_TMD=out, pre_TM=pre, read_TD=read_TD)
+        call = partial(
+            step_gradients, rule, phi=phi, factor=factor, outer_TK=outer, sums_PSK=sums, **old, **incoming,
+            **gradients, **weights,
+        )  # fmt: skip
+        yield f"{name} step", "backward", (5 * M + 4) * row, call
+        call = partial(weigh, stream_TMD=out, gradient_TD=read_gradient, weight_TM=pre)
+        yield f"{name} weigh", "backward", (M + 1) * row, call
+        slope, level = factor[0].clone(), torch.zeros_like(factor[0])
+        call = partial(
+            logit_gradients, rule, width=D, factor=factor, weight_TM=post, pre_TM=pre, outer_TK=outer, slope=slope,
+            level=level, sums_PSK=sums, **incoming, **weights,
+        )  # fmt: skip
+        moved = numbers + 3 * projected.nbytes + factor.nbytes + 2 * rule.steps * post.nbytes
+        yield f"{name} logits", "backward", moved, call
+        call = partial(
+            spread_hyper, rule, part=part, pre_TM=pre, outer_TK=outer, slope=slope, level=level, **old, **gradients
+        )  # fmt: skip
+        yield f"{name} spread", "backward", (4 * M + 3) * row, call
+        call = partial(phi_gradient, rule, out_TMD=out, outer_TK=outer, fields=fields, exact=False)
+        yield f"{name} projections", "backward", M * row + outer.nbytes, call
