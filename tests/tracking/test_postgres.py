@@ -10,9 +10,8 @@ import pytest
 from scaling.analysis.ingest import read_runs
 from scaling.record import RunFolder
 from scaling.tracking import sync
-from tests.tracking.folders import begin, finish, make_config, write_points
+from tests.tracking.folders import awkward, begin, finish, make_config, write_points
 from tests.tracking.servers import MlflowServer, Postgres
-from tests.tracking.test_tidy import awkward
 
 pytestmark = [pytest.mark.slow, pytest.mark.postgres, pytest.mark.timeout(600)]
 
