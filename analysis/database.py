@@ -24,7 +24,7 @@ LOCK_WAIT_S: Final = 20  # how long to wait for a writer of a sqlite file, as lo
 _DRIVERS: Final = ("psycopg", "adbc_driver_manager")
 _NEEDED: Final = {
     "runs": ("run_uuid", "name", "status", "start_time", "end_time", "lifecycle_stage", "experiment_id"),
-    "experiments": ("experiment_id", "name"),
+    "experiments": ("experiment_id", "name", "lifecycle_stage"),
     "params": ("run_uuid", "key", "value"),
     "tags": ("run_uuid", "key", "value"),
     "latest_metrics": ("run_uuid", "key", "value", "step", "timestamp", "is_nan"),
@@ -141,6 +141,27 @@ def check_layout(database: Database) -> None:
             f"{redact(database.uri)}: not an MLflow database that can be read ({missing[0]} is missing); "
             "read it through `mlflow server` instead: give its http address"
         )
+
+
+def experiments(uri: str, limit: int) -> list[tuple[str, str]]:
+    """Id and name of the newest experiments that have runs.
+
+    Raises
+    ------
+    StoreError
+        If there is no such database or its layout is unknown.
+    StoreUnavailable
+        If it does not answer.
+    """
+    with Database(uri) as database:
+        check_layout(database)
+        found = database.table(
+            "SELECT experiment_id AS id, name FROM experiments WHERE lifecycle_stage = 'active' AND experiment_id IN "
+            "(SELECT experiment_id FROM runs WHERE lifecycle_stage = 'active') "
+            f"ORDER BY experiment_id DESC LIMIT {limit}"
+        )
+        ids, names = (column.to_pylist() for column in found.columns)
+        return [(str(one), str(name)) for one, name in zip(ids, names, strict=True)]
 
 
 def literal(text: str) -> str:
