@@ -19,8 +19,8 @@ from scaling.identity import label, size_label, variant
 from scaling.record import Attempt, EndRecord, Point, RunFolder
 from scaling.tracking.metrics import store_name
 
-# Tags of an experiment. The first makes MLflow's pages those for training; runs below another are hidden there until
-# they are expanded, unless they are sorted by something else than the date.
+# Tags of an experiment: MLflow's word for training (not for language-model applications), and its description. MLflow
+# hides runs below another until that is expanded, unless they are sorted by something else than the date.
 EXPERIMENT_TAGS: Final[dict[str, str]] = {
     "mlflow.experimentKind": "custom_model_development",
     "mlflow.note.content": (

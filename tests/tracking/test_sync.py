@@ -197,6 +197,18 @@ def test_a_dead_job_is_ended_with_its_reason_and_time(
     assert [reason in tag for tag in tags] == ([True] if reason else [])  # no empty tag on a run without one
 
 
+def test_a_sweep_starts_with_its_first_run_whichever_is_sent_first(
+    tmp_path: Path, database: Path, sql: sqlite3.Connection
+) -> None:
+    folders = [RunFolder.create(tmp_path / "runs", make_config(seed=seed)) for seed in range(3)]
+    for i, folder in enumerate(sorted(folders, key=lambda one: one.key, reverse=True)):
+        begin(folder, started_ms=START_MS + 60_000 * i)
+        finish(folder, step=1_000)
+    assert sync(tmp_path / "runs", store_uri=uri(database)).ok
+    found = rows(sql, "SELECT start_time, end_time FROM runs WHERE name = 'tiny'")
+    assert found == [(START_MS, START_MS + 1_000_500)]
+
+
 def test_a_dead_local_process_is_ended_and_a_living_one_is_not(
     tmp_path: Path, database: Path, sql: sqlite3.Connection
 ) -> None:
