@@ -19,11 +19,12 @@ from scaling.tracking.store import normalise, redact, sqlite_path
 if TYPE_CHECKING:
     import pyarrow as pa
 
-BATCH_ROWS: Final = 131_072
+BATCH_ROWS: Final = 65_536  # smaller ones cost more for each row, larger ones memory
+LOCK_WAIT_S: Final = 20  # how long to wait for a writer of a sqlite file, as long as MLflow itself does
 _DRIVERS: Final = ("psycopg", "adbc_driver_manager")
 _NEEDED: Final = {
     "runs": ("run_uuid", "name", "status", "start_time", "end_time", "lifecycle_stage", "experiment_id"),
-    "experiments": ("experiment_id", "name"),
+    "experiments": ("experiment_id", "name", "lifecycle_stage"),
     "params": ("run_uuid", "key", "value"),
     "tags": ("run_uuid", "key", "value"),
     "latest_metrics": ("run_uuid", "key", "value", "step", "timestamp", "is_nan"),
@@ -53,7 +54,7 @@ class Database:
         """Result of a query, in batches; ``StoreUnavailable`` where the database does not answer."""
         import pyarrow as pa
 
-        with self._translated(), closing(self._connection.cursor()) as cursor:
+        with self._translated(), closing(self._cursor()) as cursor:
             if self.adbc:
                 if not self.postgres:
                     cursor.adbc_statement.set_options(**{"adbc.sqlite.query.batch_rows": str(BATCH_ROWS)})
@@ -82,14 +83,22 @@ class Database:
         """The one value of a query."""
         return self.table(query).column(0)[0].as_py()
 
+    def _cursor(self) -> Any:
+        """A cursor that does not hold a whole result: psycopg's own fetches all rows, unless it has a name."""
+        return self._connection.cursor(name="batches") if self.postgres and not self.adbc else self._connection.cursor()
+
     def _connect(self) -> tuple[Any, bool]:
         if self.path is not None:
             address = f"file:{quote(str(self.path))}?mode=ro"
             if find_spec("adbc_driver_sqlite") is not None:
                 import adbc_driver_sqlite.dbapi as adbc_sqlite
 
-                return adbc_sqlite.connect(address), True
-            return sqlite3.connect(address, uri=True), False
+                # Without autocommit the first query would begin a transaction, which locks writers out to its end.
+                connection = adbc_sqlite.connect(address, autocommit=True)
+                with closing(connection.cursor()) as cursor:
+                    cursor.execute(f"PRAGMA busy_timeout = {LOCK_WAIT_S * 1000}")
+                return connection, True
+            return sqlite3.connect(address, timeout=LOCK_WAIT_S, uri=True), False
         address = self.uri.replace("postgresql+psycopg://", "postgresql://", 1)
         if find_spec("adbc_driver_postgresql") is not None:
             import adbc_driver_postgresql.dbapi as adbc_postgresql
@@ -132,6 +141,27 @@ def check_layout(database: Database) -> None:
             f"{redact(database.uri)}: not an MLflow database that can be read ({missing[0]} is missing); "
             "read it through `mlflow server` instead: give its http address"
         )
+
+
+def experiments(uri: str, limit: int) -> list[tuple[str, str]]:
+    """Id and name of the newest experiments that have runs.
+
+    Raises
+    ------
+    StoreError
+        If there is no such database or its layout is unknown.
+    StoreUnavailable
+        If it does not answer.
+    """
+    with Database(uri) as database:
+        check_layout(database)
+        found = database.table(
+            "SELECT experiment_id AS id, name FROM experiments WHERE lifecycle_stage = 'active' AND experiment_id IN "
+            "(SELECT experiment_id FROM runs WHERE lifecycle_stage = 'active') "
+            f"ORDER BY experiment_id DESC LIMIT {limit}"
+        )
+        ids, names = (column.to_pylist() for column in found.columns)
+        return [(str(one), str(name)) for one, name in zip(ids, names, strict=True)]
 
 
 def literal(text: str) -> str:

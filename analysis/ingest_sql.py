@@ -7,13 +7,12 @@ read-only, PostgreSQL in a read-only transaction.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
-from scaling.analysis.database import BATCH_ROWS, Database, check_layout, literal
-from scaling.analysis.raw import Points, Progress, Query, Raw, decode
+from scaling.analysis.collector import read_points
+from scaling.analysis.database import Database, check_layout, literal
+from scaling.analysis.raw import Progress, Query, Raw, decode
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -51,7 +50,10 @@ def read_database(uri: str, query: Query, *, progress: Progress | None = None) -
         fields = _fields(database, query, "" if everything else f" AND run_uuid IN ({chosen})")
         points = None
         if query.histories is not None:
-            points = _points(database, query, "" if everything else f"run_uuid IN ({chosen})", progress)
+            restrict = "" if everything else f"run_uuid IN ({chosen})"
+            points = read_points(
+                database, query.histories, restrict=restrict, wanted=sorted(runs["id"].tolist()), progress=progress
+            )
         return Raw(runs=frame, fields=fields, points=points)
 
 
@@ -146,88 +148,3 @@ def _by_key(table: pa.Table) -> Iterator[tuple[str, pa.Table]]:
         keys = table.column("key")
         for key in pc.unique(keys).to_pylist():
             yield str(key), table.filter(pc.equal(keys, key))
-
-
-def _points(database: Database, query: Query, restrict: str, progress: Progress | None) -> Points:
-    """All wanted metrics of the chosen runs; sqlite files are read by two threads, each its half of the rows."""
-    tests = [restrict] if restrict else []
-    if query.histories:
-        tests.append(f"key IN ({', '.join(map(literal, sorted(query.histories)))})")
-    select = "SELECT run_uuid, key, step, timestamp, value, is_nan FROM metrics"
-    halves = [tests]
-    if database.path is not None and database.adbc and not tests:
-        last = database.scalar("SELECT COALESCE(max(rowid), 0) AS n FROM metrics")
-        if last > BATCH_ROWS:
-            halves = [[f"rowid <= {last // 2}"], [f"rowid > {last // 2}"]]
-    collector = _Collector(progress)
-    queries = [select + (f" WHERE {' AND '.join(half)}" if half else "") for half in halves]
-    if len(queries) == 1:
-        collector.read(database, queries[0], 0)
-    else:
-        with ThreadPoolExecutor(len(queries)) as pool:
-            for done in [pool.submit(collector.read_apart, database.uri, text, i) for i, text in enumerate(queries)]:
-                done.result()
-    return collector.points()
-
-
-class _Collector:
-    """Batches of metric rows as columns of numbers: texts become codes batch by batch, so that they take no room."""
-
-    def __init__(self, progress: Progress | None) -> None:
-        self._runs: dict[str, int] = {}
-        self._metrics: dict[str, int] = {}
-        self._parts: list[tuple[tuple[int, int], list[Any]]] = []
-        self._lock = threading.Lock()
-        self._progress = progress
-        self._rows = 0
-
-    def read_apart(self, uri: str, query: str, place: int) -> None:
-        """Read a part of the rows, which come at ``place`` in the whole, over a connection of its own."""
-        with Database(uri) as database:
-            self.read(database, query, place)
-
-    def read(self, database: Database, query: str, place: int) -> None:
-        """Read rows; their order is kept."""
-        import numpy as np
-
-        for number, batch in enumerate(database.batches(query)):
-            if not batch.num_rows:
-                continue
-            runs, metrics = (batch.column(i).dictionary_encode() for i in (0, 1))
-            step, time_ms = (batch.column(i).to_numpy(zero_copy_only=False) for i in (2, 3))
-            value = decode(batch.column(4).to_numpy(), batch.column(5).to_numpy(zero_copy_only=False))
-            with self._lock:
-                run_map = np.array(
-                    [self._runs.setdefault(x, len(self._runs)) for x in runs.dictionary.to_pylist()], np.int32
-                )
-                metric_map = np.array(
-                    [self._metrics.setdefault(x, len(self._metrics)) for x in metrics.dictionary.to_pylist()], np.int32
-                )
-                self._rows += batch.num_rows
-                if self._progress is not None:
-                    self._progress("metric rows", self._rows, 0)
-            run, metric = run_map[runs.indices.to_numpy()], metric_map[metrics.indices.to_numpy()]
-            with self._lock:
-                self._parts.append(((place, number), [run, metric, step, time_ms, value]))
-
-    def points(self) -> Points:
-        """All rows, in the order of the database."""
-        import numpy as np
-
-        self._parts.sort(key=lambda part: part[0])
-        columns = []
-        for i, dtype in enumerate((np.int32, np.int32, np.int64, np.int64, np.float64)):
-            columns.append(np.concatenate([part[1][i] for part in self._parts]) if self._parts else np.empty(0, dtype))
-            for part in self._parts:
-                part[1][i] = None  # one column at a time, so that only one is there twice
-        self._parts = []
-        run, metric, step, time_ms, value = columns
-        return Points(
-            runs=list(self._runs),
-            metrics=list(self._metrics),
-            run=run,
-            metric=metric,
-            step=step,
-            time_ms=time_ms,
-            value=value,
-        )

@@ -53,7 +53,10 @@ class Query:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Points:
-    """Metric values in any order, in columns of equal length: texts are positions in ``runs`` and ``metrics``."""
+    """Metric values in any order, in columns of equal length: texts are positions in ``runs`` and ``metrics``.
+
+    ``frame`` takes the columns over: it may reorder them in place, so that no second copy is needed.
+    """
 
     runs: Sequence[str]
     metrics: Sequence[str]
@@ -81,19 +84,30 @@ class Points:
 
         keys, metrics = sorted(set(names.values())), sorted(self.metrics)
         run_at, metric_at = {key: i for i, key in enumerate(keys)}, {name: i for i, name in enumerate(metrics)}
-        run_map = np.array([run_at[names[run]] if run in names else -1 for run in self.runs] or [0], np.int32)
-        metric_map = np.array([metric_at[name] for name in self.metrics] or [0], np.int32)
-        run, metric = run_map[np.asarray(self.run, np.int32)], metric_map[np.asarray(self.metric, np.int32)]
-        columns: list[Any] = [run, metric, np.asarray(self.step, np.int64), np.asarray(self.time_ms, np.int64)]
+        run_map = np.array([run_at[names[run]] if run in names else -1 for run in self.runs] or [0], np.int64)
+        metric_map = np.array([metric_at[name] for name in self.metrics] or [0], np.int64)
+        run, metric = np.asarray(self.run, np.int32), np.asarray(self.metric, np.int32)
+        columns: list[Any] = [np.asarray(self.step, np.int64), np.asarray(self.time_ms, np.int64)]
         columns.append(np.asarray(self.value, np.float64))
-        if len(run_map) and run_map.min() < 0:
-            known = run >= 0
-            columns = [column[known] for column in columns]
-        columns = _arranged(columns, len(metrics))
-        first = pd.Categorical.from_codes(columns[0], categories=pd.Index(keys, dtype=object))
-        second = pd.Categorical.from_codes(columns[1], categories=pd.Index(metrics, dtype=object))
-        table = dict(zip(("step", "time_ms", "value"), columns[2:], strict=True))
-        return pd.DataFrame({"run_key": first, "metric": second, **table}, copy=False)
+        if run_map.min() < 0:
+            known = run_map[run] >= 0
+            run, metric, *columns = (column[known] for column in (run, metric, *columns))
+        # Run and metric as one number, in as few bytes as hold it: memory that is not touched takes no time.
+        count = len(keys) * len(metrics)
+        dtype = np.uint16 if count < 2**16 else np.uint32 if count < 2**32 else np.int64
+        place: Any = (run_map * len(metrics)).astype(dtype)[run]
+        place += metric_map.astype(dtype)[metric]
+        del run, metric
+        place, columns = _arranged(place, columns)
+        first, second = np.divmod(place, dtype(max(len(metrics), 1)))
+        return pd.DataFrame(
+            {
+                "run_key": pd.Categorical.from_codes(first, categories=pd.Index(keys, dtype=object)),
+                "metric": pd.Categorical.from_codes(second, categories=pd.Index(metrics, dtype=object)),
+                **dict(zip(("step", "time_ms", "value"), columns, strict=True)),
+            },
+            copy=False,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -127,27 +141,38 @@ def decode(value: Any, is_nan: Any) -> Any:
     return values
 
 
-def _arranged(columns: list[Any], metrics: int) -> list[Any]:
-    """Columns in order of run, metric and step, without repeated steps; the same arrays where they are so already."""
+def _arranged(place: Any, columns: list[Any]) -> tuple[Any, list[Any]]:
+    """Rows in order of place and step, without repeated steps; the same arrays where they are so already.
+
+    ``columns`` are step, time in ms and value, which may be reordered in place.
+    """
     import numpy as np
 
-    run, metric, step, time_ms, _ = columns
-    place = run.astype(np.int64) * metrics + metric
-    if _rising(place[:SAMPLE], step[:SAMPLE]) and _rising(place, step):
-        return columns
-    if not len(place) or int(place.max()) >= 2**16:
-        order = np.argsort(place, kind="stable")
-    else:  # 16-bit codes are sorted digit by digit
-        order = np.argsort(place.astype(np.uint16), kind="stable")
-    # Rows mostly come by rising step, so that one stable pass puts all in order.
-    arranged = [column[order] for column in columns]
-    if _rising(place[order], arranged[2]):
-        return arranged
+    if _rising(place[:SAMPLE], columns[0][:SAMPLE]) and _rising(place, columns[0]):
+        return place, columns
+    # Rows mostly come by rising step, so that one stable pass puts all in order (16-bit numbers: digit by digit).
+    order = np.argsort(place, kind="stable")
+    place, columns = place[order], _taken(columns, order)
+    if _rising(place, columns[0]):
+        return place, columns
+    step, time_ms, _ = columns
     order = np.lexsort((time_ms, step, place))
     place, step = place[order], step[order]
     last = np.append((place[1:] != place[:-1]) | (step[1:] != step[:-1]), True)
-    order = order[last] if len(order) else order
-    return [column[order] for column in columns]
+    return place[last], [column[order[last]] for column in columns]
+
+
+def _taken(columns: list[Any], order: Any) -> list[Any]:
+    """Columns of 8 bytes in another order; each that may be written gives its memory to the next."""
+    import numpy as np
+
+    taken, room = [], None
+    for column in columns:
+        out = np.empty_like(column) if room is None else room.view(column.dtype)
+        np.take(column, order, out=out, mode="clip")  # `clip` writes to `out` directly; no position is outside
+        taken.append(out)
+        room = column if column.flags.writeable and column.flags.owndata else None
+    return taken
 
 
 def _rising(place: Any, step: Any) -> bool:

@@ -12,6 +12,7 @@ import typer
 app = typer.Typer(help="MLflow store <-> run folders <-> tidy table.", no_args_is_help=True)
 
 DEFAULT_STORE = "sqlite:///mlflow.db"
+SHOWN_EXPERIMENTS = 5  # of the newest, whose charts `runs ui` points to
 StoreOption = Annotated[
     str, typer.Option("--store", help="sqlite:///FILE.db, http(s)://HOST:PORT or postgresql://USER@HOST/DB.")
 ]
@@ -130,18 +131,23 @@ def ui(
     auth: AuthOption = False,
 ) -> None:
     """Open MLflow's pages on a store (a server's own address is only printed)."""
+    from scaling.analysis.database import experiments
     from scaling.cli.listing import start
-    from scaling.tracking.server import filters, serve
+    from scaling.tracking.server import charts, filters, serve
     from scaling.tracking.store import normalise
 
     address = normalise(store)
+    known = [] if address.startswith("http") else experiments(address, SHOWN_EXPERIMENTS)
     typer.echo("Filters worth typing into the search field:", err=True)
     for text in filters():
         typer.echo(f"  {text}", err=True)
     if address.startswith("http"):
         typer.echo(address)
         return
-    start(serve(address, host=host, port=port, workers=1, auth=auth), host, port)
+    command = serve(address, host=host, port=port, workers=1, auth=auth)
+    for experiment_id, name in known:
+        typer.echo(f"Charts of all runs of {name}: {charts(command.url, experiment_id)}", err=True)
+    start(command, host, port)
 
 
 @app.command(

@@ -19,6 +19,15 @@ from scaling.identity import label, size_label, variant
 from scaling.record import Attempt, EndRecord, Point, RunFolder
 from scaling.tracking.metrics import store_name
 
+# Tags of an experiment: MLflow's word for training (not for language-model applications), and its description. MLflow
+# hides runs below another until that is expanded, unless they are sorted by something else than the date.
+EXPERIMENT_TAGS: Final[dict[str, str]] = {
+    "mlflow.experimentKind": "custom_model_development",
+    "mlflow.note.content": (
+        "Written by `scaling runs sync` from run folders, one run a folder, below the run of their sweep. Sort by a "
+        "metric, e.g. `val/loss`, to list and chart all runs."
+    ),
+}
 SCHEMA: Final = 1  # version of these conventions, tag ``schema_version``
 MAX_PARAM: Final = 6_000  # characters; MLflow 3.17 cuts silently beyond
 MAX_TAG: Final = 8_000  # characters; MLflow 3.17 refuses beyond
@@ -175,7 +184,7 @@ def _tags(
         "lr": config.optimizer.lr,
         "seed": config.run.seed,
         "status": standing.status,
-        "reason": standing.reason,
+        "reason": standing.reason or None,
         "attempts": len(attempts),
         "attempt": last.attempt if last else None,
         "host": last.host if last else None,

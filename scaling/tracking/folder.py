@@ -73,7 +73,7 @@ def send(
     fresh = known.run_id is None
     if fresh:
         known.run_id = make(view)
-        known.tags = _digest(view.tags)
+        known.tags, known.reason = _digest(view.tags), view.tags.get("reason", "")
     assert known.run_id is not None
     if known.status in TERMINAL and not over:
         store.status(known.run_id, STORE_STATUS[stands.status], None)
@@ -214,8 +214,9 @@ def _tags(view: RunView, known: RunState, store: Store) -> None:
         tags["doubled_points"] = str(known.doubled)
     digest = _digest(tags)
     if known.tags != digest:
-        store.log(known.run_id, tags=tags)
-        known.tags = digest
+        # An earlier reason must not stay; where there was none, no empty tag is shown.
+        store.log(known.run_id, tags={"reason": "", **tags} if known.reason != "" else tags)
+        known.tags, known.reason = digest, tags.get("reason", "")
 
 
 def _artifacts(folder: RunFolder, known: RunState, store: Store, *, over: bool) -> None:

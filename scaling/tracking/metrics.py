@@ -29,14 +29,17 @@ METRICS: Final[dict[str, Metric]] = {
     "train/lr": Metric(unit="1", meaning="learning rate of the step"),
     "train/tokens": Metric(unit="tokens", meaning="training tokens seen so far"),
     "train/flops": Metric(unit="FLOP", meaning="training FLOPs so far, routing included"),
+    "train/skipped_steps": Metric(unit="steps", meaning="steps left out so far, their gradient was not finite"),
     "train/aux_loss": Metric(unit="nats/token", meaning="auxiliary losses added to the objective"),
     "val/loss": Metric(unit="nats/token", meaning="held-out cross-entropy", better="lower"),
     "val/loss_se": Metric(unit="nats/token", meaning="standard error of val/loss over held-out sequences"),
+    "val/loss_ema": Metric(unit="nats/token", meaning="held-out cross-entropy of averaged weights", better="lower"),
     "val/bpb": Metric(unit="bits/byte", meaning="held-out cross-entropy per byte of text", better="lower"),
     "val/loss_tail": Metric(unit="nats/token", meaning="mean of the last evaluations", better="lower"),
     "perf/tokens_per_s": Metric(unit="tokens/s", meaning="training throughput of the whole job", better="higher"),
     "perf/step_time_s": Metric(unit="s", meaning="wall time of one optimiser step", better="lower"),
     "perf/data_wait_s": Metric(unit="s", meaning="wall time of a step spent waiting for data", better="lower"),
+    "perf/eval_time_s": Metric(unit="s", meaning="wall time of an evaluation"),
     "perf/mfu": Metric(unit="1", meaning="achieved over peak model FLOP/s", better="higher"),
     "perf/wall_time_s": Metric(unit="s", meaning="wall time of all attempts that count"),
     "perf/gpu_seconds": Metric(unit="GPU s", meaning="wall time times devices"),
@@ -44,6 +47,7 @@ METRICS: Final[dict[str, Metric]] = {
 }
 
 PREFIXES: Final[dict[str, str]] = {
+    "val/loss/": "held-out cross-entropy of one source of the data",
     "route/": "statistics of residual routing (weights, entropy, distance reached)",
     "moe/": "statistics of expert routing (load, dropped tokens, bias)",
     "system/": "host and device metrics, logged by option",
@@ -51,13 +55,15 @@ PREFIXES: Final[dict[str, str]] = {
 
 
 def unit(name: str) -> str:
-    """The unit of a metric; ``"1"`` for the open families of ``PREFIXES``, ``""`` for a name the table does not know.
+    """The unit of a metric; ``"1"`` for most open families of ``PREFIXES``, ``""`` for a name the table does not know.
 
     >>> unit("val/loss")
     'nats/token'
-    >>> unit("route/entropy_mean"), unit("my/number")
-    ('1', '')
+    >>> unit("val/loss/python"), unit("route/entropy_mean"), unit("my/number")
+    ('nats/token', '1', '')
     """
+    if name.startswith("val/loss/"):
+        return METRICS["val/loss"].unit
     known = METRICS.get(name)
     if known is not None:
         return known.unit

@@ -58,4 +58,7 @@ def finish(sweep: str, parent: RunState, state: State, store: Store, figures: Se
 
 def _note(sweep: str, counts: Counter[str]) -> str:
     listing = ", ".join(f"{number} {word}" for word, number in sorted(counts.items()))
-    return f"Sweep `{sweep}`: {sum(counts.values())} runs ({listing})."
+    return (
+        f"Sweep `{sweep}`: {sum(counts.values())} runs ({listing}).\n\nThey are below this one: expand it, or sort the "
+        "experiment by a metric, e.g. `val/loss`, to list and chart them all."
+    )

@@ -18,6 +18,7 @@ from urllib.parse import quote, urlparse
 
 from scaling.errors import StoreError
 from scaling.tracking.connection import Missing, Server
+from scaling.tracking.conventions import EXPERIMENT_TAGS
 from scaling.tracking.store import Sample, StoredRun, requests_of
 
 logger = logging.getLogger(__name__)
@@ -46,7 +47,9 @@ class RestStore:
             found = self._server.get(f"{API}/experiments/get-by-name", experiment_name=name)["experiment"]
         except Missing:
             try:
-                return str(self._server.post(f"{API}/experiments/create", {"name": name})["experiment_id"])
+                tags = [{"key": key, "value": value} for key, value in EXPERIMENT_TAGS.items()]
+                made = self._server.post(f"{API}/experiments/create", {"name": name, "tags": tags})
+                return str(made["experiment_id"])
             except StoreError as error:
                 if "RESOURCE_ALREADY_EXISTS" not in str(error) and "already exists" not in str(error):
                     raise

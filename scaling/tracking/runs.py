@@ -9,11 +9,11 @@ from __future__ import annotations
 import json
 import logging
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
-from scaling.errors import StoreError, StoreUnavailable
+from scaling.errors import RecordError, StoreError, StoreUnavailable
 from scaling.record import CONFIG, RunFolder, now_ms
 from scaling.tracking import parent as parents
 from scaling.tracking.conventions import RunView, sweep_key
@@ -32,11 +32,13 @@ class Runs:
         self._state, self._store = state, store
         self._default, self._out, self._lock = default, out, lock
         self._experiments: dict[str, str] = {}
+        self._folders: Sequence[RunFolder] = ()
         self.damaged: dict[str, str] = {}
 
     def prepare(self, folders: Sequence[RunFolder]) -> None:
         """Give every folder a state, and find the runs that the store has already."""
         wanted: dict[str, list[str]] = defaultdict(list)
+        self._folders = folders
         for folder in folders:
             known = self._state.runs.setdefault(folder.key, RunState())
             if not known.experiment:
@@ -134,8 +136,21 @@ class Runs:
             self._adopt(key, self._store.find(self._experiment(experiment), [key]), Path())
             known = self._state.runs[key]
             if known.run_id is None:
-                known.run_id = self._make(known, sweep, started_ms, parents.tags(sweep))
+                # MLflow takes a start once; the run that is sent first need not be the one that started first.
+                first_ms = min([started_ms, *self._starts_ms(sweep)])
+                known.run_id = self._make(known, sweep, first_ms, parents.tags(sweep))
         return known.run_id
+
+    def _starts_ms(self, sweep: str) -> Iterator[int]:
+        for folder in self._folders:
+            known = self._state.runs.get(folder.key)
+            if known is not None and known.sweep == sweep:
+                try:
+                    attempts = folder.attempts()
+                except RecordError:
+                    continue  # said when the folder itself is sent
+                if attempts:
+                    yield attempts[0].started_ms
 
     def _make(self, known: RunState, name: str, started_ms: int, tags: dict[str, str]) -> str:
         try:

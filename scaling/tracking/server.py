@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
+from urllib.parse import quote, urlencode
 
 from scaling.errors import UsageError
 from scaling.tracking import passwords
@@ -133,6 +134,22 @@ def filters() -> tuple[str, ...]:
         "metrics.`val/loss` < 3.2",
         "tags.sweep = 'NAME' and params.`optimizer.lr` = '0.001'",
     )
+
+
+def charts(url: str, experiment_id: str) -> str:
+    """Address of MLflow's charts of all runs of an experiment; sorted by date it would show the sweeps' runs alone.
+
+    >>> charts("http://127.0.0.1:5000", "1")[:55]
+    'http://127.0.0.1:5000/#/experiments/1/runs?workflowType'
+    """
+    asked = {
+        "workflowType": "machine_learning",
+        "searchFilter": "tags.kind = 'run'",
+        "orderByKey": "metrics.`val/loss`",
+        "orderByAsc": "true",
+        "compareRunsMode": "CHART",
+    }
+    return f"{url}/#/experiments/{experiment_id}/runs?{urlencode(asked, quote_via=quote)}"
 
 
 def _check_host(host: str, auth: bool) -> list[str]:

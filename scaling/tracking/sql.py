@@ -19,6 +19,7 @@ from typing import Any, Final
 from urllib.parse import unquote, urlparse
 
 from scaling.errors import StoreError, StoreUnavailable
+from scaling.tracking.conventions import EXPERIMENT_TAGS
 from scaling.tracking.state import single_writer
 from scaling.tracking.store import Sample, StoredRun, redact, requests_of, sqlite_path
 
@@ -62,7 +63,7 @@ class SqlStore:
             if found is None:
                 folder = "".join(c if c.isalnum() or c in "-_." else "_" for c in name)[:80]
                 location = (self._artifacts / folder).absolute().as_uri()
-                return str(self._client.create_experiment(name, artifact_location=location))
+                return str(self._client.create_experiment(name, artifact_location=location, tags=EXPERIMENT_TAGS))
             if found.lifecycle_stage != "active":
                 raise StoreError(
                     f"experiment {name!r} is deleted in {redact(self.uri)}; restore it there, or choose another name"

@@ -42,6 +42,7 @@ class RunState:
     doubled: int = 0  # points that a resume measured again with another value, where the store cannot delete
     params: str = ""  # digests of what was last written
     tags: str = ""
+    reason: str | None = None  # tag ``reason`` last written; None: not known
     finals: str = ""
     status: str = ""  # word of conventions.STORE_STATUS last written
     ended_ms: int | None = None

@@ -14,9 +14,11 @@ from pathlib import Path
 
 import pytest
 
+from scaling.tracking import sync
 from scaling.tracking.sql import SqlStore
 from scaling.tracking.store import normalise
 from tests.conftest import missing
+from tests.tracking.folders import awkward
 from tests.tracking.servers import MlflowServer, Postgres, Proxy, program
 
 
@@ -33,6 +35,15 @@ def database(empty_database: Path, tmp_path: Path) -> Path:
     path = tmp_path / "mlflow.db"
     shutil.copy(empty_database, path)
     return path
+
+
+@pytest.fixture
+def both(tmp_path: Path, database: Path) -> tuple[Path, str]:
+    """The same runs of every kind as folders and in a store."""
+    awkward(tmp_path / "runs")
+    uri = f"sqlite:///{database}"
+    assert sync(tmp_path / "runs", store_uri=uri).ok
+    return tmp_path / "runs", uri
 
 
 @pytest.fixture

@@ -114,3 +114,30 @@ def make_run(
     write_points(folder, 1, range(0, steps + 1, every), metrics=metrics)
     finish(folder, status=status, step=steps)
     return folder
+
+
+def awkward(out: Path) -> None:
+    """Runs of every kind: two methods, diverged, failed, unfinished, running, resumed, copied."""
+    for seed in range(3):
+        make_run(out, seed=seed, method="mhar" if seed else "baseline")
+    diverged = RunFolder.create(out, make_config(seed=10))
+    begin(diverged)
+    write_points(diverged, 1, [0, 10])
+    append_line(
+        diverged.journal(1), {"step": 20, "time_ms": START_MS, "metrics": {"train/loss": "nan", "mem/x": "inf"}}
+    )
+    finish(diverged, status="diverged", step=20)
+    make_run(out, seed=11, status="failed")
+    running = RunFolder.create(out, make_config(seed=12))
+    begin(running)
+    write_points(running, 1, [0, 10])
+    resumed = RunFolder.create(out, make_config(seed=13))
+    begin(resumed)
+    write_points(resumed, 1, range(0, 60, 10))
+    begin(resumed, attempt=2, resumed=30)
+    write_points(resumed, 2, range(40, 101, 10))
+    finish(resumed, attempt=2)
+    short = RunFolder.create(out, make_config(seed=14, sweep="other"))
+    begin(short)
+    write_points(short, 1, [0, 10])
+    finish(short, step=10, details={"schedule_finished": False})

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import re
 import socket
+import sqlite3
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qs
 
 import pytest
+from typer.testing import CliRunner
 
+from scaling.cli.runs import app
 from scaling.errors import StoreError, UsageError
-from scaling.tracking import METRICS
+from scaling.tracking import METRICS, sync
 from scaling.tracking.jobs import Jobs
 from scaling.tracking.metrics import PREFIXES, store_name, unit
-from scaling.tracking.server import filters, serve
+from scaling.tracking.server import Command, charts, filters, free_port, serve
 from scaling.tracking.store import Sample, normalise, redact, requests_of
+from tests.tracking.folders import make_run
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_every_metric_has_a_unit_and_a_name_that_mlflow_takes() -> None:
@@ -21,6 +29,13 @@ def test_every_metric_has_a_unit_and_a_name_that_mlflow_takes() -> None:
         assert metric.unit and metric.meaning and metric.better in ("", "lower", "higher")
         assert store_name(name) == name and unit(name) == metric.unit
     assert all(prefix.endswith("/") for prefix in PREFIXES) and unit("unheard/of") == ""
+
+
+def test_the_names_that_the_trainer_journals_are_in_the_table() -> None:
+    sources = [path for folder in ("scaling", "models") for path in (ROOT / folder).glob("*.py")]
+    found = {name for path in sources for name in re.findall(r'"((?:train|val|perf|mem)/\w+)"', path.read_text())}
+    assert {"train/loss", "val/loss", "perf/mfu", "perf/eval_time_s", "val/loss_ema"} <= found
+    assert sorted(name for name in found if not unit(name)) == []
 
 
 @pytest.mark.parametrize("name", ["a@b", "x(1)", "a//b", "../up", "/abs", "ü/ä", "a" * 300])
@@ -112,3 +127,40 @@ def test_the_filters_to_type_are_valid() -> None:
     for text in filters():
         parse: Any = SearchUtils.parse_search_filter
         assert parse(text)
+
+
+def test_the_charts_of_an_experiment_show_its_runs_not_their_parents() -> None:
+    where, _, asked = charts("http://127.0.0.1:5077", "12").partition("?")
+    assert where == "http://127.0.0.1:5077/#/experiments/12/runs"
+    fields = parse_qs(asked)
+    assert fields["searchFilter"] == ["tags.kind = 'run'"] and fields["workflowType"] == ["machine_learning"]
+    # Sorted by date, MLflow would put the runs out of sight below their sweep's.
+    assert fields["orderByKey"] == ["metrics.`val/loss`"] and fields["compareRunsMode"] == ["CHART"]
+
+
+def test_the_ui_points_to_the_charts_and_refuses_a_store_that_is_not_there(
+    tmp_path: Path, database: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[Command] = []
+    monkeypatch.setattr(Command, "execute", lambda command: started.append(command))
+    make_run(tmp_path / "runs", sweep="ladder")
+    assert sync(tmp_path / "runs", store_uri=str(database)).ok
+    port = free_port()
+    done = CliRunner().invoke(app, ["ui", "--store", str(database), "--port", str(port)])
+    assert done.exit_code == 0 and done.stdout == f"http://127.0.0.1:{port}\n" and len(started) == 1
+    assert f"Charts of all runs of ladder: http://127.0.0.1:{port}/#/experiments/1/runs?" in done.stderr
+    assert "Default" not in done.stderr  # has no runs
+    done = CliRunner().invoke(app, ["ui", "--store", str(tmp_path / "typo.db"), "--port", str(port)])
+    assert isinstance(done.exception, StoreError) and "no such database; give the store that" in str(done.exception)
+    assert len(started) == 1 and not (tmp_path / "typo.db").exists()
+    (tmp_path / "other.db").touch()
+    done = CliRunner().invoke(app, ["ui", "--store", str(tmp_path / "other.db"), "--port", str(port)])
+    assert isinstance(done.exception, StoreError) and "not an MLflow database" in str(done.exception)
+
+
+def test_an_experiment_says_what_it_is(tmp_path: Path, database: Path, sql: sqlite3.Connection) -> None:
+    make_run(tmp_path / "runs", sweep="ladder")
+    assert sync(tmp_path / "runs", store_uri=str(database)).ok
+    tags = dict(sql.execute("SELECT key, value FROM experiment_tags WHERE experiment_id = 1").fetchall())
+    assert tags["mlflow.experimentKind"] == "custom_model_development"
+    assert "Sort by a metric" in tags["mlflow.note.content"]

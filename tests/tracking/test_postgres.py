@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import pandas as pd
 import pytest
 
+from scaling.analysis import database as database_module
 from scaling.analysis.ingest import read_runs
 from scaling.record import RunFolder
 from scaling.tracking import sync
-from tests.tracking.folders import begin, finish, make_config, write_points
+from tests.tracking.folders import awkward, begin, finish, make_config, write_points
 from tests.tracking.servers import MlflowServer, Postgres
-from tests.tracking.test_tidy import awkward
 
 pytestmark = [pytest.mark.slow, pytest.mark.postgres, pytest.mark.timeout(600)]
 
 
 def test_postgres_directly_behind_a_server_and_restarted(
-    cluster: Postgres, empty_postgres: str, tmp_path: Path
+    cluster: Postgres, empty_postgres: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     uri = cluster.create("mlflow", template=empty_postgres)
     out = tmp_path / "runs"
@@ -29,6 +30,12 @@ def test_postgres_directly_behind_a_server_and_restarted(
     pd.testing.assert_frame_equal(database.table, folders.table)
     assert database.histories is not None and folders.histories is not None
     pd.testing.assert_frame_equal(database.histories, folders.histories)
+    with monkeypatch.context() as patch:  # without ADBC: psycopg, by a cursor on the server
+        patch.setattr(database_module, "find_spec", lambda name: None if "adbc" in name else find_spec(name))
+        plain = read_runs(uri, histories=True, keep=["all"])
+    pd.testing.assert_frame_equal(plain.table, folders.table)
+    assert plain.histories is not None
+    pd.testing.assert_frame_equal(plain.histories, folders.histories)
     where = "method == 'mhar' and seed >= 2 and lr == 1e-3 and val_loss < 9"
     assert read_runs(uri, where=where).table["seed"].tolist() == [2]
 

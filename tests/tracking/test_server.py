@@ -22,9 +22,8 @@ from scaling.record import RunFolder, append_line
 from scaling.tracking import sync
 from scaling.tracking.server import free_port
 from tests.conftest import missing
-from tests.tracking.folders import START_MS, begin, finish, make_config, make_run, write_points
+from tests.tracking.folders import START_MS, awkward, begin, finish, make_config, make_run, write_points
 from tests.tracking.servers import MlflowServer, Proxy, silent_port, wait_until
-from tests.tracking.test_tidy import awkward
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]

@@ -193,8 +193,20 @@ def test_a_dead_job_is_ended_with_its_reason_and_time(
     assert asked == ["77"]
     (found,) = rows(sql, "SELECT status, end_time FROM runs WHERE name LIKE '50k%'")
     assert found == (status, answer[2])
-    (tag,) = rows(sql, "SELECT value FROM tags WHERE key = 'reason'")[-1:]
-    assert reason in tag[0]
+    tags = [tag[0] for tag in rows(sql, "SELECT value FROM tags WHERE key = 'reason'")]
+    assert [reason in tag for tag in tags] == ([True] if reason else [])  # no empty tag on a run without one
+
+
+def test_a_sweep_starts_with_its_first_run_whichever_is_sent_first(
+    tmp_path: Path, database: Path, sql: sqlite3.Connection
+) -> None:
+    folders = [RunFolder.create(tmp_path / "runs", make_config(seed=seed)) for seed in range(3)]
+    for i, folder in enumerate(sorted(folders, key=lambda one: one.key, reverse=True)):
+        begin(folder, started_ms=START_MS + 60_000 * i)
+        finish(folder, step=1_000)
+    assert sync(tmp_path / "runs", store_uri=uri(database)).ok
+    found = rows(sql, "SELECT start_time, end_time FROM runs WHERE name = 'tiny'")
+    assert found == [(START_MS, START_MS + 1_000_500)]
 
 
 def test_a_dead_local_process_is_ended_and_a_living_one_is_not(
@@ -217,6 +229,9 @@ def test_a_dead_local_process_is_ended_and_a_living_one_is_not(
     begin(folder, attempt=2)
     sync(out, store_uri=uri(database))
     assert {status for _, status in rows(sql, "SELECT name, status FROM runs WHERE name LIKE '50k%'")} == {"RUNNING"}
+    finish(folder, attempt=2)
+    sync(out, store_uri=uri(database))
+    assert rows(sql, "SELECT value FROM tags WHERE key = 'reason'") == [("",)]  # the earlier one did not stay
 
 
 def test_a_deleted_run_is_left_alone_and_a_restored_one_goes_on(

@@ -10,44 +10,9 @@ import pytest
 from scaling.analysis.ingest import read_runs
 from scaling.analysis.schema import COLUMNS
 from scaling.errors import StoreError, TableError
-from scaling.record import RunFolder, append_line
+from scaling.record import RunFolder
 from scaling.tracking import sync
-from tests.tracking.folders import START_MS, begin, finish, make_config, make_run, write_points
-
-
-def awkward(out: Path) -> None:
-    """Runs of every kind: two methods, diverged, failed, unfinished, running, resumed, copied."""
-    for seed in range(3):
-        make_run(out, seed=seed, method="mhar" if seed else "baseline")
-    diverged = RunFolder.create(out, make_config(seed=10))
-    begin(diverged)
-    write_points(diverged, 1, [0, 10])
-    append_line(
-        diverged.journal(1), {"step": 20, "time_ms": START_MS, "metrics": {"train/loss": "nan", "mem/x": "inf"}}
-    )
-    finish(diverged, status="diverged", step=20)
-    make_run(out, seed=11, status="failed")
-    running = RunFolder.create(out, make_config(seed=12))
-    begin(running)
-    write_points(running, 1, [0, 10])
-    resumed = RunFolder.create(out, make_config(seed=13))
-    begin(resumed)
-    write_points(resumed, 1, range(0, 60, 10))
-    begin(resumed, attempt=2, resumed=30)
-    write_points(resumed, 2, range(40, 101, 10))
-    finish(resumed, attempt=2)
-    short = RunFolder.create(out, make_config(seed=14, sweep="other"))
-    begin(short)
-    write_points(short, 1, [0, 10])
-    finish(short, step=10, details={"schedule_finished": False})
-
-
-@pytest.fixture
-def both(tmp_path: Path, database: Path) -> tuple[Path, str]:
-    awkward(tmp_path / "runs")
-    uri = f"sqlite:///{database}"
-    assert sync(tmp_path / "runs", store_uri=uri).ok
-    return tmp_path / "runs", uri
+from tests.tracking.folders import make_config, make_run
 
 
 def test_folders_and_database_give_the_same(both: tuple[Path, str]) -> None:
