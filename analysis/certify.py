@@ -17,7 +17,7 @@ from scaling.analysis.model import Model, bind
 from scaling.analysis.result import Status
 from scaling.analysis.robust import curvature, objective, slope
 from scaling.analysis.solver import GRADIENT_TOLERANCE, Goal, Solution, minimise, residuals
-from scaling.analysis.vertex import vertex, vertex_gradient
+from scaling.analysis.vertex import descend, vertex, vertex_gradient
 from scaling.errors import FitError
 
 Floats = NDArray[np.float64]
@@ -121,6 +121,9 @@ def solve(
     phi, at_vertex = solution.phi_RP[best], False
     if loss == "l1":
         moved = vertex(model, y_n, w_n, phi, log=log)
+        if moved is phi and not solution.converged_R[best]:
+            moved = descend(model, y_n, w_n, phi, (goal.low_P, goal.high_P), log=log)
+            solution = solution.ending(best, moved)
         at_vertex = moved is not phi
         phi = moved
     value = objective(residuals(model, phi[None], y_n[None], log=log)[0], w_n, loss=loss, delta=delta)
