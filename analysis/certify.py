@@ -110,8 +110,9 @@ def solve(
     Raises
     ------
     FitError
-        When there are fewer rows, or fewer distinct points, than parameters.
+        When there are fewer rows, or fewer distinct points, than parameters, or not one loss and weight a row.
     """
+    _check_shapes(x, losses=y_n, weights=w_n)
     model = bind(law, x, groups=groups, shared=shared)
     _check_points(model, law, groups)
     goal = make_goal(model, y_n, loss=loss, delta=delta, log=log)
@@ -152,7 +153,7 @@ def certify(
 
     The certificate holds the scaled gradient there and the objective of a real fit (``objective_of_refit``).
     """
-    w_n = np.ones_like(y_n)
+    w_n = np.ones(np.shape(y_n))
     refit = solve(law, x, y_n, w_n, loss=loss, delta=delta, log=log)
     phi = refit.model.internal(np.array([given[name] for name in refit.model.parameters]))
     wide = Goal(loss=loss, delta=delta, log=log, low_P=np.full(len(phi), -np.inf), high_P=np.full(len(phi), np.inf))
@@ -200,6 +201,17 @@ def condition_number(matrix_PP: Floats) -> float:
     d = np.sqrt(np.maximum(np.diag(matrix_PP), 1e-300))
     values = np.linalg.eigvalsh(matrix_PP / np.outer(d, d))
     return float(values[-1] / values[0]) if values[0] > 0 else float("inf")
+
+
+def _check_shapes(x: Mapping[str, Floats], **columns: Floats) -> None:
+    """Refuse a column of shape (n, 1): beside one of shape (n,) numpy would make n x n residuals of it."""
+    variables = ", ".join(x)
+    rows = np.shape(next(iter(x.values())))
+    for name, values in {**x, **columns}.items():
+        if np.ndim(values) != 1 or np.shape(values) != rows:
+            raise FitError(
+                f"{name} have shape {np.shape(values)} beside {variables} of shape {rows}: one number a row is needed"
+            )
 
 
 def _check_points(model: Model, law: Law, groups: Sequence[str] | None) -> None:

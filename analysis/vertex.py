@@ -50,9 +50,7 @@ def vertex(model: Model, y_n: Floats, w_n: Floats, phi_P: Floats, *, log: bool) 
     return best
 
 
-def descend(
-    model: Model, y_n: Floats, w_n: Floats, phi_P: Floats, box: tuple[Floats, Floats], *, log: bool
-) -> Floats:
+def descend(model: Model, y_n: Floats, w_n: Floats, phi_P: Floats, box: tuple[Floats, Floats], *, log: bool) -> Floats:
     """Least absolute values from a point in a curved valley between kinks, where rounded steps only crawl.
 
     Each step is the best one of the linearised law within a trust radius (a linear program); the rows it passes through
