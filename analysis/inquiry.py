@@ -302,7 +302,7 @@ def _evaluation_noise(runs: pd.DataFrame) -> tuple[Noise, ...]:
 
 def _needs(deltas: Sequence[Delta], log: _Log) -> list[str]:
     """What deciding the open comparisons would take, from the measured noise."""
-    from scaling.analysis.noise import noise_power
+    from scaling.analysis.designs import noise_power
 
     floor = log.results.get("noise floor")
     open_ = [delta for delta in _overall(deltas) if delta.verdict == "undecided" and delta.mean != 0]

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 Floats = NDArray[np.float64]
 
 # Short names that must be positive to be used (they are taken logarithms of).
-POSITIVE = ("N", "D", "C", "loss", "lr", "H", "wall_time_s", "gpu_seconds", "U")
+POSITIVE = ("N", "D", "C", "loss", "lr", "H", "wall_time_s", "gpu_seconds", "U", "tokens")
 TEXT = ("method",)
 
 

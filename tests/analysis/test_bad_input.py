@@ -13,12 +13,13 @@ import pytest
 
 from scaling.analysis.backtest import backtest
 from scaling.analysis.columns import filter_rows, load_table, map_columns
+from scaling.analysis.designs import noise_power
 from scaling.analysis.fit import fit_law
 from scaling.analysis.frontier import compute_frontier
 from scaling.analysis.heads import head_optimum, learning_rate_robustness, width_contrast
 from scaling.analysis.isoflop import fit_isoflop
 from scaling.analysis.items import compare_items
-from scaling.analysis.noise import noise_floor, noise_power
+from scaling.analysis.noise import noise_floor
 from scaling.analysis.result import Result
 from scaling.analysis.seeds import compare_seeds
 from scaling.analysis.speedup import compare_speedup
