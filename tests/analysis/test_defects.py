@@ -211,3 +211,13 @@ def test_few_draws_are_said() -> None:
     assert "few-draws" in codes(compute_frontier(table, budgets=[1e20], level=0.999, draws=300))
     bowls = pd.concat([bowl(c, 1e8) for c in (1e18, 1e19, 1e20)])
     assert "few-draws" in codes(fit_isoflop(bowls, noise=0.01, level=0.999, draws=300))
+
+
+def test_two_seeds_a_cell_are_drawn_with_their_whole_spread() -> None:
+    """Drawn with replacement two seeds vary by half their variance: the two-level bootstrap makes up for it."""
+    ratios = []
+    for k in range(4):
+        table = pd.concat([grid(sd=0.003, seed=2 * k + s) for s in range(2)])
+        two, known = (fit_law(table, loss="l2", interval=kind, draws=400) for kind in ("two-level", "parametric"))
+        ratios.append(two.standard_error["alpha"] / known.standard_error["alpha"])
+    assert np.mean(ratios) == pytest.approx(1.0, abs=0.12)
