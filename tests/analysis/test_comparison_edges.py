@@ -289,3 +289,16 @@ def test_level_of_a_comparison_is_its_quantile() -> None:
             )
     for name in ("speedup", "seeds"):
         assert half[name, 0.999] == pytest.approx(half[name, 0.95], rel=1e-12)
+
+
+def test_luck_of_the_best_of_five() -> None:
+    """Five methods equal to the baseline, 3 seeds of SD 0.00116: the best seems to gain 0.0008 by luck."""
+    runs = table(scales=1, sd=0.00116, speedups=dict.fromkeys("abcde", 1.0))
+    results = compare_seeds(runs, baseline="baseline", noise_sd=0.00116)
+    best = min(results, key=lambda name: results[name].estimate["delta"])
+    for name, result in results.items():
+        found = result.details["multiplicity"]
+        assert found["expected_luck_of_best"] == pytest.approx(0.0008, abs=6e-5) and found["methods"] == 5
+        gain = found["delta_corrected_for_selection"] - result.estimate["delta"]
+        assert gain == pytest.approx(found["expected_luck_of_best"] if name == best else 0.0, abs=1e-15)
+        assert ("best-of-k" in codes(result)) == found["best"] == (name == best)
