@@ -14,7 +14,7 @@ from scaling.analysis import exhibits, gallery
 from scaling.analysis.findings import Findings
 from scaling.analysis.gallery import Picture
 from scaling.analysis.published import TOPICS
-from scaling.analysis.tables import ablations, beside, core, costs, inside, overhead, scores, shapes
+from scaling.analysis.tables import ablations, beside, core, costs, inside, overhead, scores, shapes, uncertainty
 from scaling.analysis.tables.table import Table
 from scaling.errors import TableError, UsageError, nearest
 
@@ -116,6 +116,12 @@ def _disagreement(found: Findings) -> Table | None:
     return inside.disagreement(found.supplements.probes) if found.supplements.probes else None
 
 
+def _intervals(found: Findings) -> Table | None:
+    start = "speedup "
+    speedups = {name.removeprefix(start): r for name, r in found.results.items() if name.startswith(start)}
+    return uncertainty.kinds(found.results.get("law"), speedups)
+
+
 def _published(topic: str) -> Callable[[Findings], Table]:
     return lambda found: beside.published(topic, found)
 
@@ -129,6 +135,9 @@ TABLES: Final[Mapping[str, Entry[Table]]] = {
         shows="the noise floor",
         needs="two seeds of one setting",
         build=lambda f: core.noise(f.noises) if f.noises else None,
+    ),
+    "intervals": Entry(
+        shows="kinds of interval beside each other", needs="a law or speedups with an interval", build=_intervals
     ),
     "configurations": Entry(
         shows="shape, budget and recipe of each size", needs="runs with a size", build=_configurations

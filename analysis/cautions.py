@@ -11,7 +11,7 @@ import numpy as np
 
 from scaling.analysis.cells import order_scales, scale_labels
 from scaling.analysis.inversion import Inverse
-from scaling.analysis.isoloss import Arms, Bools, Floats, Noise
+from scaling.analysis.isoloss import IDENTICAL, Arms, Bools, Floats, Noise
 from scaling.analysis.result import Caution, Result
 from scaling.analysis.screen import Screened
 
@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
 # Cost beyond the baseline's range from which an extrapolation is called far.
 FAR = 10.0
+IDENTICAL_TEXT = (
+    "runs that differ by seed have equal losses: copies of one run, or seeds that change nothing; no interval"
+)
 
 
 def refuse(kind: str, text: str, screened: Screened, **conventions: str) -> Result:
@@ -57,7 +60,9 @@ def speedup_cautions(
     if np.any(factors[usable] > FAR):
         text = f"the baseline's law is extrapolated more than {FAR:g}x: the speedup there is a guess; run the backtest"
         out.append(Caution(code="extrapolation-10x", message=text))
-    if noise.df == 0 or np.isnan(noise.sd):
+    if noise.source == IDENTICAL:
+        out.append(Caution(code="identical-losses", message=IDENTICAL_TEXT))
+    elif noise.df == 0 or np.isnan(noise.sd):
         text = "one seed a cell, no given noise floor and no degrees of freedom left by the law: no interval"
         out.append(Caution(code="no-degrees-of-freedom", message=text))
     elif noise.source == "lack of fit":

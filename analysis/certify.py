@@ -17,7 +17,7 @@ from scaling.analysis.model import Model, bind
 from scaling.analysis.result import Status
 from scaling.analysis.robust import curvature, objective, slope
 from scaling.analysis.solver import GRADIENT_TOLERANCE, Goal, Solution, minimise, residuals
-from scaling.analysis.vertex import vertex, vertex_gradient
+from scaling.analysis.vertex import descend, vertex, vertex_gradient
 from scaling.errors import FitError
 
 Floats = NDArray[np.float64]
@@ -110,8 +110,9 @@ def solve(
     Raises
     ------
     FitError
-        When there are fewer rows, or fewer distinct points, than parameters.
+        When there are fewer rows, or fewer distinct points, than parameters, or not one loss and weight a row.
     """
+    _check_shapes(x, losses=y_n, weights=w_n)
     model = bind(law, x, groups=groups, shared=shared)
     _check_points(model, law, groups)
     goal = make_goal(model, y_n, loss=loss, delta=delta, log=log)
@@ -121,6 +122,9 @@ def solve(
     phi, at_vertex = solution.phi_RP[best], False
     if loss == "l1":
         moved = vertex(model, y_n, w_n, phi, log=log)
+        if moved is phi and not solution.converged_R[best]:
+            moved = descend(model, y_n, w_n, phi, (goal.low_P, goal.high_P), log=log)
+            solution = solution.ending(best, moved)
         at_vertex = moved is not phi
         phi = moved
     value = objective(residuals(model, phi[None], y_n[None], log=log)[0], w_n, loss=loss, delta=delta)
@@ -149,7 +153,7 @@ def certify(
 
     The certificate holds the scaled gradient there and the objective of a real fit (``objective_of_refit``).
     """
-    w_n = np.ones_like(y_n)
+    w_n = np.ones(np.shape(y_n))
     refit = solve(law, x, y_n, w_n, loss=loss, delta=delta, log=log)
     phi = refit.model.internal(np.array([given[name] for name in refit.model.parameters]))
     wide = Goal(loss=loss, delta=delta, log=log, low_P=np.full(len(phi), -np.inf), high_P=np.full(len(phi), np.inf))
@@ -197,6 +201,17 @@ def condition_number(matrix_PP: Floats) -> float:
     d = np.sqrt(np.maximum(np.diag(matrix_PP), 1e-300))
     values = np.linalg.eigvalsh(matrix_PP / np.outer(d, d))
     return float(values[-1] / values[0]) if values[0] > 0 else float("inf")
+
+
+def _check_shapes(x: Mapping[str, Floats], **columns: Floats) -> None:
+    """Refuse a column of shape (n, 1): beside one of shape (n,) numpy would make n x n residuals of it."""
+    variables = ", ".join(x)
+    rows = np.shape(next(iter(x.values())))
+    for name, values in {**x, **columns}.items():
+        if np.ndim(values) != 1 or np.shape(values) != rows:
+            raise FitError(
+                f"{name} have shape {np.shape(values)} beside {variables} of shape {rows}: one number a row is needed"
+            )
 
 
 def _check_points(model: Model, law: Law, groups: Sequence[str] | None) -> None:

@@ -16,7 +16,7 @@ from scipy import stats
 from scaling.analysis.noise import noise_floor
 from scaling.analysis.options import check_level
 from scaling.analysis.result import Caution, Interval, Result
-from scaling.analysis.screen import numbers
+from scaling.analysis.screen import Screened, numbers, screen
 from scaling.analysis.spread import chi_square_limits
 from scaling.errors import FitError, TableError, UsageError, nearest
 
@@ -90,11 +90,10 @@ def tail_noise(curves: pd.DataFrame, *, by: str | None = None, tail: int = TAIL,
     TableError, FitError
         When columns are missing, or no group has two runs with ``tail`` common steps.
     """
-    absent = [c for c in ("run", "step", "loss", *([by] if by else [])) if c not in curves.columns]
-    if absent:
-        raise TableError(
-            f"tail noise: column {absent[0]!r} missing; the table has: {', '.join(map(str, curves.columns))}"
-        )
+    check_level(level)
+    labels = ["run", *([by] if by else [])]
+    screened = _screen(curves, ["run", "step", "loss", *([by] if by else [])], "tail noise", labels)
+    curves = screened.frame
     inner, offsets, runs, pairs, effective = 0.0, 0.0, [], [], []
     inner_df = offset_df = 0
     for _, part in curves.groupby(by, sort=False) if by else [("all", curves)]:
@@ -130,7 +129,8 @@ def tail_noise(curves: pd.DataFrame, *, by: str | None = None, tail: int = TAIL,
         n=sum(runs),
         df=float(offset_df),
         conventions={"tail": f"last {tail} evaluations, about the mean of the group at each step"},
-        warnings=(Caution(code="tail-is-not-seed-noise", message=NOT_SEED_NOISE),),
+        warnings=(*screened.cautions, Caution(code="tail-is-not-seed-noise", message=NOT_SEED_NOISE)),
+        dropped=screened.dropped,
         details={"groups": len(runs), "effective_evaluations": float(np.median(effective)), "tail": tail},
     )
 
@@ -141,23 +141,26 @@ def evaluation_noise(documents: pd.DataFrame, *, level: float = 0.95) -> Result:
     Parameters
     ----------
     documents
-        One row a document (or sequence): ``loss`` (mean over its tokens), ``tokens``; optionally ``run``. With
-        two runs or
-        more the noise of the difference of the first two is added: what the set has in common cancels.
+        One row a document (or sequence): ``loss`` (mean over its tokens), ``tokens``; optionally ``run`` and
+        ``document``. With two runs or more the noise of the difference of the first two is added: what the set has in
+        common cancels.
 
     Returns
     -------
     Result
-        ``estimate``: ``evaluation_se`` (documents are clusters of tokens), ``token_se`` (what independent
-        tokens with the
-        documents' spread would give) and ``paired_se``.
+        ``estimate``: ``evaluation_se`` (documents are clusters of tokens), ``token_se`` (what independent tokens with
+        the documents' spread would give) and ``paired_se``.
+
+    Raises
+    ------
+    TableError, FitError
+        When columns are missing, a document occurs twice, or fewer than two are usable or shared.
     """
-    absent = [c for c in ("loss", "tokens") if c not in documents.columns]
-    if absent:
-        raise TableError(
-            f"evaluation noise: column {absent[0]!r} missing; the table has: {', '.join(map(str, documents.columns))}"
-        )
-    names = list(dict.fromkeys(documents["run"])) if "run" in documents.columns else []
+    check_level(level)
+    labels = [c for c in ("run", "document") if c in documents.columns]
+    screened = _screen(documents, ["loss", "tokens", *labels], "evaluation noise", labels)
+    documents = screened.frame
+    names = list(dict.fromkeys(documents["run"])) if "run" in labels else []
     first = documents[documents["run"] == names[0]] if names else documents
     loss, tokens = numbers(first, "loss"), numbers(first, "tokens")
     if len(loss) < 2:
@@ -167,9 +170,7 @@ def evaluation_noise(documents: pd.DataFrame, *, level: float = 0.95) -> Result:
     estimate = {"mean_loss": mean, "evaluation_se": se, "token_se": float(np.sqrt(variance / np.sum(tokens)))}
     if len(names) > 1:
         second = documents[documents["run"] == names[1]]
-        if len(second) != len(first):
-            raise TableError("evaluation noise: the runs were evaluated on different documents")
-        estimate["paired_se"] = _ratio(loss - numbers(second, "loss"), tokens)[1]
+        estimate["paired_se"] = _ratio(*_paired_losses(first, second))[1]
     half = float(stats.t.ppf((1 + level) / 2, len(loss) - 1)) * se
     return Result(
         kind="noise floor",
@@ -184,8 +185,35 @@ def evaluation_noise(documents: pd.DataFrame, *, level: float = 0.95) -> Result:
         n=len(loss),
         df=float(len(loss) - 1),
         conventions={"cluster": "document", "weights": "tokens"},
+        warnings=screened.cautions,
+        dropped=screened.dropped,
         details={"tokens": float(np.sum(tokens))},
     )
+
+
+def _screen(table: pd.DataFrame, needs: list[str], analysis: str, labels: list[str]) -> Screened:
+    """The usable rows of those columns alone: others (a curve's hash, its run's status) tell runs apart, not rows."""
+    there = table[[c for c in needs if c in table.columns]]
+    return screen(there, needs=needs, analysis=analysis, keep_unfinished=True, labels=labels)
+
+
+def _paired_losses(first: pd.DataFrame, second: pd.DataFrame) -> tuple[Floats, Floats]:
+    """Differences of loss and tokens of the documents of both runs: by ``document``, else in the order given."""
+    if "document" in first.columns:
+        for part in (first, second):
+            if part["document"].duplicated().any():
+                twice = part.loc[part["document"].duplicated(), "document"].iloc[0]
+                raise TableError(f"evaluation noise: document {twice} of run {part['run'].iloc[0]!r} occurs twice")
+        both = first.merge(second, on="document", suffixes=("", "_second"))
+        if len(both) < 2:
+            raise TableError("evaluation noise: the first two runs share fewer than two documents")
+        return numbers(both, "loss") - numbers(both, "loss_second"), numbers(both, "tokens")
+    if len(second) != len(first):
+        raise TableError(
+            f"evaluation noise: the runs were evaluated on {len(first)} and {len(second)} documents; a column "
+            "'document' tells which are the same"
+        )
+    return numbers(first, "loss") - numbers(second, "loss"), numbers(first, "tokens")
 
 
 def _ratio(loss: Floats, tokens: Floats) -> tuple[float, float]:

@@ -26,6 +26,15 @@ def decimals(half_width: float, *, digits: int = 2) -> int:
     return max(0, digits - 1 - math.floor(math.log10(half_width)))
 
 
+def share(level: float) -> str:
+    """A level of an interval as a percentage with all its digits.
+
+    >>> share(0.95), share(0.999), share(0.9545)
+    ('95%', '99.9%', '95.45%')
+    """
+    return f"{100 * level:.10g}%"
+
+
 def number(value: float | None, *, digits: int = 4) -> str:
     """A number that has no interval, to ``digits`` significant digits.
 

@@ -15,8 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from scaling.analysis.isoflop import weighted_line
+from scaling.analysis.options import check_draws, check_level, check_noise, generator
 from scaling.analysis.result import Caution, Interval, Result
 from scaling.analysis.screen import numbers, screen
+from scaling.analysis.verdict import few_draws
 from scaling.errors import FitError, TableError
 
 if TYPE_CHECKING:
@@ -158,8 +160,15 @@ def best_settings(
     """
     import pandas as pd
 
+    if noise_sd:
+        check_noise(noise_sd)
+    random = generator(rng)
     screened = screen(table, needs=["loss", *over], analysis="best settings")
-    generator = np.random.default_rng(rng)
+    absent = [c for c in by if c not in screened.frame.columns]
+    if absent:
+        raise TableError(
+            f"best settings: column {absent[0]!r} missing; the table has: {', '.join(map(str, table.columns))}"
+        )
     rows, edge = [], []
     for key, part in screened.frame.groupby(list(by), sort=False):
         constant = {c: part[c].iloc[0] for c in part.columns if part[c].nunique(dropna=False) == 1}
@@ -167,7 +176,7 @@ def best_settings(
         settings = {v: numbers(part, v) for v in over}
         losses = numbers(part, "loss")
         try:
-            found = quadratic_optimum(settings, losses, noise_sd, window=window, rng=generator)
+            found = quadratic_optimum(settings, losses, noise_sd, window=window, rng=random)
             usable = found.inside
         except FitError:
             found, usable = None, False
@@ -206,6 +215,9 @@ def envelope_frontier(
     FitError
         When fewer than 3 sizes reach the envelope.
     """
+    check_level(level)
+    check_draws(draws, at_least=2)
+    random = generator(rng)
     absent = [c for c in ("run", "N", "C", "loss") if c not in curves.columns]
     if absent:
         raise TableError(
@@ -216,7 +228,7 @@ def envelope_frontier(
         (float(numbers(g, "N")[0]), np.log(numbers(g, "C")), numbers(g, "loss"))
         for _, g in usable.sort_values("C").groupby("run", sort=False)
     ]
-    return _envelope(groups, points, level, draws, np.random.default_rng(rng))
+    return _envelope(groups, points, level, draws, random)
 
 
 def _envelope(
@@ -242,20 +254,24 @@ def _envelope(
         raise FitError(f"too-few-sizes: {sizes} inner sizes reach the lower envelope, 3 are needed")
     drawn = np.array([slope(rng.integers(0, len(groups), len(groups)))[0] for _ in range(draws)])
     drawn = drawn[np.isfinite(drawn)]
-    low, high = np.quantile(drawn, [(1 - level) / 2, (1 + level) / 2])
+    made = len(drawn) >= max(2, 0.5 * draws)
     text = "a curve before the end of its schedule is not the loss of a run of that length: exponents are biased"
+    cautions = [Caution(code="unfinished-curves", message=text)]
+    interval = None
+    if made:
+        low, high = np.quantile(drawn, [(1 - level) / 2, (1 + level) / 2])
+        limits = {"low": {"N_exponent": float(low)}, "high": {"N_exponent": float(high)}}
+        interval = Interval(level=level, method="bootstrap of runs, percentile", **limits)
+    else:
+        few = "fewer than half of the draws of runs leave two inner sizes on the envelope: no interval; add sizes"
+        cautions.append(Caution(code="refits-failed", message=few))
     return Result(
         kind="fit envelope",
         estimate={"N_exponent": a, "log_N_coefficient": b},
-        standard_error={"N_exponent": float(np.std(drawn, ddof=1))},
-        interval=Interval(
-            level=level,
-            method="bootstrap of runs, percentile",
-            low={"N_exponent": float(low)},
-            high={"N_exponent": float(high)},
-        ),
+        standard_error={"N_exponent": float(np.std(drawn, ddof=1))} if made else {},
+        interval=interval,
         n=len(groups),
         df=float(sizes - 2),
-        warnings=(Caution(code="unfinished-curves", message=text),),
+        warnings=(*cautions, *few_draws(interval, draws)),
         details={"grid_log_C": grid.tolist(), "envelope": np.min(values, axis=0).tolist()},
     )

@@ -12,6 +12,7 @@ from typing import Final
 import numpy as np
 import pandas as pd
 
+from scaling.analysis import digits
 from scaling.analysis.figures import costs, fits, grids, routing, speeds
 from scaling.analysis.findings import Findings
 from scaling.analysis.gallery import Picture
@@ -38,8 +39,8 @@ def speedups(found: Findings) -> Picture | None:
         name="speedup-by-scale",
         section="speedups",
         title="Speedup by scale",
-        caption=f"Iso-loss speedup over {found.baseline} at each scale, {shown[0].level:.0%} intervals. Hollow: "
-        f"the baseline's "
+        caption=f"Iso-loss speedup over {found.baseline} at each scale, {digits.share(shown[0].level)} intervals. "
+        f"Hollow: the baseline's "
         f"law is extrapolated there. Dashed: trend with compute.{dropped_text(len(found.dropped))}",
         alt="; ".join(f"{s.method}: {s.mean:.3g} on average" for s in shown) + ".",
         draw=lambda width: speeds.speedup_by_scale(shown, baseline=found.baseline or "", width_in=width),
@@ -266,7 +267,7 @@ def backtest(found: Findings) -> Picture | None:
         title="How well smaller runs foretold larger ones",
         caption=f"Laws fitted to the smaller runs of {fit.conventions.get('rows of', 'the baseline')}, each larger "
         f"run predicted; "
-        f"shaded: {level:.0%} of the errors. What lies further out than these factors is not known.",
+        f"shaded: {digits.share(level)} of the errors. What lies further out than these factors is not known.",
         alt=f"{fit.n} predictions; median absolute error {100 * fit.estimate['median_error']:.2g} percent.",
         draw=lambda width: fits.backtest(fit, width_in=width),
         data=pd.DataFrame(fit.details["predictions"]),
@@ -297,7 +298,9 @@ def isoflop(found: Findings) -> Picture | None:
 def _grid_picture(
     name: str, title: str, grid: Grid, found: Findings, told: str, draw: Callable[[float], object]
 ) -> Picture:  # fmt: skip
-    spread = f"{grid.level:.0%} intervals, spread {grid.source}" if grid.df > 0 else "no intervals: one run a cell"
+    spread = (
+        f"{digits.share(grid.level)} intervals, spread {grid.source}" if grid.df > 0 else "no intervals: one run a cell"
+    )
     return Picture(
         name=name,
         section="grids",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,11 +20,12 @@ from scaling.analysis.checklist import conventions, describe_dropped, describe_s
 from scaling.analysis.intervals import INTERVALS, make_intervals
 from scaling.analysis.laws import Law, get_law
 from scaling.analysis.options import check_draws, check_level, generator
-from scaling.analysis.result import Caution, Interval, Result
+from scaling.analysis.result import Dropped, Interval, Result
 from scaling.analysis.robust import check_loss
 from scaling.analysis.screen import Screened, check_spread, numbers, screen
 from scaling.analysis.sharing import SHARES, compare_sharing, pick_sharing, shared_names
 from scaling.analysis.uncertainty import covariance
+from scaling.analysis.verdict import fit_cautions
 from scaling.errors import TableError, UsageError, nearest
 
 if TYPE_CHECKING:
@@ -31,9 +33,6 @@ if TYPE_CHECKING:
 
 Floats = NDArray[np.float64]
 logger = logging.getLogger(__name__)
-
-# Below this many clusters a bootstrap of clusters often loses the end points of the range.
-FEW_CLUSTERS = 20
 
 
 def fit_law(
@@ -95,11 +94,16 @@ def fit_law(
     random = generator(rng)
     law = get_law(form)
     needs = [*law.variables, "loss", *([by] if by else []), *([weights] if weights else [])]
-    screened = screen(table, needs=needs, analysis="fit law", keep_unfinished=keep_unfinished)
+    screened = screen(
+        table, needs=needs, analysis="fit law", keep_unfinished=keep_unfinished, labels=[by] if by else []
+    )
     frame = screened.frame
     if cluster is not None and (cluster not in frame.columns or frame[cluster].nunique() < 2):
         there = "is not in the table" if cluster not in frame.columns else "has one value: nothing can be resampled"
         raise TableError(f"fit law: cluster column {cluster!r} {there}; it has: {', '.join(map(str, table.columns))}")
+    if weights:
+        screened = _weighed(screened, weights)
+        frame = screened.frame
     for variable in law.variables:
         check_spread(numbers(frame, variable), variable, "fit law")
     groups = [str(g) for g in frame[by]] if by else None
@@ -107,8 +111,6 @@ def fit_law(
     x = {v: numbers(frame, v) for v in law.variables}
     y_n = numbers(frame, "loss")
     w_n = numbers(frame, weights) if weights else np.ones(len(y_n))
-    if weights and not (np.all(np.isfinite(w_n)) and np.all(w_n >= 0) and np.sum(w_n) > 0):
-        raise TableError(f"fit law: weights in column {weights!r} must be numbers of 0 or more, not all 0")
     tests: list[dict[str, Any]] = []
     if groups is None or len(set(groups)) == 1:
         fitted = solve(law, x, y_n, w_n, groups=None, **options)  # type: ignore[arg-type]
@@ -132,8 +134,19 @@ def fit_law(
     headline = intervals.get("cluster" if interval == "all" else interval)
     return _result(
         law, fitted, screened, by=by, chosen=chosen, tests=tests, intervals=intervals, errors=errors,
-        headline=None if interval == "none" else headline, asked=interval, loss=loss, delta=delta, residual=residual,
+        headline=None if interval == "none" else headline, asked=interval, draws=draws, loss=loss, delta=delta,
+        residual=residual,
     )  # fmt: skip
+
+
+def _weighed(screened: Screened, column: str) -> Screened:
+    """The rows that weigh anything: one of weight 0 is no row of the fit and gives it no degree of freedom."""
+    w_n = numbers(screened.frame, column)
+    if not (np.all(np.isfinite(w_n)) and np.all(w_n >= 0) and np.sum(w_n) > 0):
+        raise TableError(f"fit law: weights in column {column!r} must be numbers of 0 or more, not all 0")
+    rows = screened.frame["row"].to_numpy()[w_n == 0]
+    left = tuple(Dropped(row=int(row), reason=f"weight {column} is 0") for row in rows)
+    return replace(screened, frame=screened.frame[w_n > 0].reset_index(drop=True), dropped=(*screened.dropped, *left))
 
 
 def _check_options(residual: str, interval: str, share: str, level: float) -> None:
@@ -148,8 +161,8 @@ def _check_options(residual: str, interval: str, share: str, level: float) -> No
 
 def _result(
     law: Law, fitted: Fitted, screened: Screened, *, by: str | None, chosen: str, tests: list[dict[str, Any]],
-    intervals: Mapping[str, Interval], errors: Mapping[str, float], headline: Interval | None, asked: str, loss: str,
-    delta: float, residual: str,
+    intervals: Mapping[str, Interval], errors: Mapping[str, float], headline: Interval | None, asked: str, draws: int,
+    loss: str, delta: float, residual: str,
 ) -> Result:  # fmt: skip
     frame = screened.frame
     certificate = dict(fitted.certificate)
@@ -181,56 +194,11 @@ def _result(
         objective=fitted.objective,
         certificate=certificate,
         conventions={**used, "residual": residual, "loss_function": loss},
-        warnings=(*screened.cautions, *_cautions(fitted, frame, headline), *_missing(fitted, headline, asked)),
+        warnings=(*screened.cautions, *fit_cautions(fitted, headline, asked=asked, draws=draws)),
         dropped=screened.dropped,
         checklist=make_checklist(entries),
         details=_details(law, fitted, frame, by=by, chosen=chosen, tests=tests),
     )
-
-
-def _cautions(fitted: Fitted, frame: pd.DataFrame, headline: Interval | None) -> list[Caution]:
-    out = []
-    evidence = fitted.certificate
-    if fitted.df == 0:
-        text = (
-            f"{fitted.model.n} rows for {len(fitted.phi_P)} parameters: the law passes through the data, no "
-            "interval exists"
-        )
-        out.append(Caution(code="no-degrees-of-freedom", message=text))
-    if fitted.status == "bound-hit":
-        text = f"{evidence['at_bound']} ended at a bound: the data do not show that term; its interval is one-sided"
-        out.append(Caution(code="bound-hit", message=text))
-    if fitted.status == "multimodal":
-        text = f"{evidence['rivals']} other starts end at different parameters that fit as well"
-        out.append(Caution(code="multimodal", message=text))
-    if fitted.status == "undetermined" and fitted.df > 0:
-        text = f"condition number {evidence['condition']:.2g}: the data do not determine all parameters"
-        out.append(Caution(code="undetermined", message=text))
-    if fitted.status in ("max-iter", "unmoved"):
-        text = f"the solver stopped at a scaled gradient of {evidence['gradient']:.2g}; do not use these numbers"
-        out.append(Caution(code="not-converged", message=text))
-    distinct = len({*zip(*(fitted.model.x[v] for v in fitted.model.law.variables), strict=True)})
-    if headline is not None and headline.method.startswith(("cluster", "pairs")) and distinct < FEW_CLUSTERS:
-        text = (
-            f"{distinct} distinct points: resampled rows may lose the ends of the range; prefer interval "
-            "two-level or parametric"
-        )
-        out.append(Caution(code="few-clusters", message=text))
-    ratio = evidence.get("residual_sd_over_delta")
-    if isinstance(ratio, float) and ratio > 30:
-        text = f"residual SD is {ratio:.3g} delta: the Huber loss acts as absolute values"
-        out.append(Caution(code="delta-small", message=text))
-    return out
-
-
-def _missing(fitted: Fitted, headline: Interval | None, asked: str) -> list[Caution]:
-    if headline is not None or asked == "none" or fitted.df <= 0:
-        return []
-    text = (
-        f"no {'cluster' if asked == 'all' else asked} interval: fewer than half of the refits converged; give the law "
-        "fewer parameters or more scales"
-    )
-    return [Caution(code="refits-failed", message=text)]
 
 
 def _details(

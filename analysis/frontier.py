@@ -21,6 +21,7 @@ from scaling.analysis.result import Caution, Interval, Result
 from scaling.analysis.robust import check_loss
 from scaling.analysis.screen import check_spread, numbers, screen
 from scaling.analysis.uncertainty import cluster_bootstrap
+from scaling.analysis.verdict import fit_cautions
 from scaling.errors import UsageError
 
 if TYPE_CHECKING:
@@ -73,6 +74,7 @@ def compute_frontier(
     level: float = 0.95,
     draws: int = 1000,
     rng: int | np.random.Generator = 0,
+    keep_unfinished: bool = False,
 ) -> Result:
     """Compute-optimal N, D and tokens per parameter at each budget.
 
@@ -98,10 +100,10 @@ def compute_frontier(
     random = generator(rng)
     if form not in FORMS:
         raise UsageError(f"form {form!r} has no closed optimum; allowed: {', '.join(FORMS)}")
-    if not budgets or any(not b > 0 for b in budgets):
+    if not budgets or any(not 0 < b < np.inf for b in budgets):
         raise UsageError("budgets must be positive numbers of FLOPs, e.g. --budgets 1e21,1e22")
     law = get_law(form)
-    screened = screen(table, needs=["N", "D", "loss"], analysis="frontier")
+    screened = screen(table, needs=["N", "D", "loss"], analysis="frontier", keep_unfinished=keep_unfinished)
     frame = screened.frame
     for name in ("N", "D"):
         check_spread(numbers(frame, name), name, "frontier")
@@ -121,17 +123,22 @@ def compute_frontier(
         return out
 
     estimate = {name: float(v[0]) for name, v in quantities(fitted.natural_P[None]).items()}
-    interval, errors = None, {}
+    interval, errors, made = None, {}, None
     if fitted.df > 0:
         clusters = [str(v) for v in frame["run_key"]] if "run_key" in frame.columns else None
         made = cluster_bootstrap(fitted, clusters, draws, random)
-        drawn = quantities(made.natural_RP[made.converged_R])
+    if made is not None and made.enough:
+        drawn = quantities(made.kept_RP)
         ends = {name: np.quantile(v, [(1 - level) / 2, (1 + level) / 2]) for name, v in drawn.items()}
         errors = {name: float(np.std(v, ddof=1)) for name, v in drawn.items()}
         low = {n: float(e[0]) for n, e in ends.items()}
         high = {n: float(e[1]) for n, e in ends.items()}
         interval = Interval(level=level, method="cluster bootstrap, percentile", low=low, high=high)
-    cautions = [*screened.cautions, *_far(budgets, k * x["N"] * x["D"])]
+    cautions = [
+        *screened.cautions,
+        *fit_cautions(fitted, interval, asked="cluster", draws=draws),
+        *_far(budgets, k * x["N"] * x["D"]),
+    ]
     entries = {
         "form": law.formula,
         "variables": ", ".join(f"{a} = {b}" for a, b in conventions(frame, ["N", "D", "loss"]).items()),

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import pandas as pd
 from matplotlib.figure import Figure
 
+from scaling.analysis import digits
 from scaling.analysis.figures.curves import AXES, scaling_curves
 from scaling.analysis.figures.deltas import seed_deltas
 from scaling.analysis.figures.losses import TAIL_EVALUATIONS, loss_curves
@@ -49,7 +50,7 @@ def curves(found: Findings) -> Picture | None:
         if found.speedups
         else ""
     )
-    laws = f" Lines: fitted laws with {level:.0%} bands." if found.curves else " No law could be fitted."
+    laws = f" Lines: fitted laws with {digits.share(level)} bands." if found.curves else " No law could be fitted."
     return Picture(
         name="scaling-curves",
         section="speedups",
@@ -91,7 +92,7 @@ def deltas(found: Findings) -> Picture | None:
         name="seed-deltas",
         section="seeds",
         title="Loss differences by seed",
-        caption=f"{dots}bars are {level:.0%} intervals of the mean, cut "
+        caption=f"{dots}bars are {digits.share(level)} intervals of the mean, cut "
         f"at the "
         f"edge where they are far wider than the dots. Left of zero: lower loss than {baseline}.{shade}",
         alt=f"Loss minus {baseline}'s: {alt}.",

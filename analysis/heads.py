@@ -14,6 +14,7 @@ from scipy import stats
 
 from scaling.analysis.cells import order_scales, size_key
 from scaling.analysis.envelope import best_settings
+from scaling.analysis.options import check_level, check_noise
 from scaling.analysis.paired import dunnett, t_summary
 from scaling.analysis.result import Caution, Interval, Result
 from scaling.analysis.screen import Screened, numbers, screen
@@ -46,6 +47,8 @@ def head_optimum(
         positive is a
         U), ``vertex_heads``. ``details.indistinguishable`` lists the counts.
     """
+    check_level(level)
+    check_noise(noise_sd)
     screened = screen(table, needs=["H", "loss"], analysis="head count")
     frame = screened.frame
     if by and by not in frame.columns:
@@ -158,8 +161,8 @@ def learning_rate_robustness(
     noise_sd
         Seed standard deviation of one run.
     """
-    if not noise_sd > 0:
-        raise UsageError(f"noise_sd must be positive, got {noise_sd!r}")
+    check_level(level)
+    check_noise(noise_sd)
     frame = table if "size" in table.columns else table.assign(size="all")
     best, cautions = best_settings(frame, over=("lr",), by=("method", "size"), noise_sd=noise_sd, rng=rng)
     best = best.iloc[np.argsort(best["size"].astype(str).map(order_scales(frame, list(frame["size"].astype(str)))))]
@@ -219,6 +222,11 @@ def width_contrast(
     level: float = 0.95,
 ) -> Result:
     """Whether the method's edge over the baseline changes from narrow to wide: a difference of differences."""
+    check_level(level)
+    check_noise(noise_sd)
+    if method == baseline or narrow == wide:
+        same = f"method {method!r} is the baseline" if method == baseline else f"{narrow!r} is both narrow and wide"
+        raise UsageError(f"width contrast: {same}; a contrast needs two")
     screened = screen(table, needs=["method", "loss"], analysis="width contrast")
     frame = screened.frame
     if "size" not in frame.columns:

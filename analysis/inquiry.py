@@ -38,6 +38,7 @@ BEST_RATE = Caution(
 _MOST_NEEDS = 3
 _FEWEST_FOR_LAW = 4  # scales: three parameters and a degree of freedom
 _FEWEST_FOR_BACKTEST = 5
+LAW_DRAWS = 400  # ten beyond each limit of a 95% interval
 _FEWEST_FOR_PROFILE = 4  # sizes at one budget
 
 
@@ -302,7 +303,7 @@ def _evaluation_noise(runs: pd.DataFrame) -> tuple[Noise, ...]:
 
 def _needs(deltas: Sequence[Delta], log: _Log) -> list[str]:
     """What deciding the open comparisons would take, from the measured noise."""
-    from scaling.analysis.noise import noise_power
+    from scaling.analysis.designs import noise_power
 
     floor = log.results.get("noise floor")
     open_ = [delta for delta in _overall(deltas) if delta.verdict == "undecided" and delta.mean != 0]
@@ -342,10 +343,10 @@ def _fits(runs: pd.DataFrame, baseline: str | None, rng: int, log: _Log) -> None
 
     several = runs["method"].nunique() > 1
     scales = runs.dropna(subset=["flops"]).groupby("method")["flops"].nunique()
-    # Its residuals and influences are shown, its parameters are not: no interval is asked for.
+    # All kinds of interval: the report shows them beside each other.
     law = partial(
         fit_law, runs, form="power", by="method" if several else None, share="test" if several else "free",
-        loss="l2", interval="none",
+        loss="l2", interval="all", draws=LAW_DRAWS, rng=rng,
     )  # fmt: skip
     if scales.max() >= _FEWEST_FOR_LAW:
         log.keep("law", "A law for all methods", law)

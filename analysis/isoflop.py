@@ -20,6 +20,7 @@ from scaling.analysis.checklist import describe_dropped, describe_seeds, make_ch
 from scaling.analysis.options import check_draws, check_level, check_noise, generator
 from scaling.analysis.result import Caution, Dropped, Interval, Result
 from scaling.analysis.screen import numbers, screen
+from scaling.analysis.verdict import few_draws
 from scaling.errors import FitError, UsageError
 
 if TYPE_CHECKING:
@@ -34,6 +35,10 @@ FINER = 25
 GAP_SHARE = 1.0 / 3.0
 FEWEST_SIZES = {"akima": 4, "parabola": 4}
 BUDGET_FACTOR = 1.25
+# Budgets that a profile may span in all; runs spread over compute without gaps are no profiles.
+WIDEST_PROFILE = 1.6
+# Share of draws at the edge from which the spread of an optimum is said to be too small.
+NOISY_SHARE = 0.05
 BIAS = (
     "a parabola or spline through finite IsoFLOP grids shifts N* by a constant factor where alpha and "
     "beta differ, and biases "
@@ -74,13 +79,14 @@ def fit_isoflop(
     level: float = 0.95,
     draws: int = 1000,
     rng: int | np.random.Generator = 0,
+    keep_unfinished: bool = False,
 ) -> Result:
     """Exponent a of ``N* ~ C^a`` from IsoFLOP profiles.
 
     Parameters
     ----------
     table
-        Runs with N, C (the budget) and ``loss``; budgets within 25% are one profile.
+        Runs with N, C (the budget) and ``loss``; budgets within 25% of the next are one profile, 60% in all.
     curve
         ``akima`` (log loss on log N) or ``parabola`` (loss on log N).
     noise
@@ -101,7 +107,7 @@ def fit_isoflop(
     random = generator(rng)
     if curve not in CURVES:
         raise UsageError(f"curve {curve!r} is unknown; allowed: {', '.join(CURVES)}")
-    screened = screen(table, needs=["N", "C", "loss"], analysis="fit isoflop")
+    screened = screen(table, needs=["N", "C", "loss"], analysis="fit isoflop", keep_unfinished=keep_unfinished)
     frame = screened.frame
     profiles, dropped = _profiles(frame, curve, noise)
     kept: list[_Profile] = []
@@ -125,13 +131,16 @@ def fit_isoflop(
         if noise is not None:
             sample, _ = _minimum(p, p.losses + random.normal(size=(draws, len(p.losses))) * p.sd, curve)
             inner = sample[np.isfinite(sample)]
-            if len(inner) < 0.5 * draws:
+            row["draws_at_edge"] = 1 - len(inner) / draws
+            if len(inner) < max(2, 0.5 * draws):
                 dropped.append(
                     Dropped(run=f"budget {p.budget:.3g}", reason="with its noise the minimum is mostly at the edge")
                 )
                 continue
             where = float(np.median(inner))
             spread = max(float(np.std(inner, ddof=1)), GAP_SHARE * float(np.median(np.diff(p.log_n))))
+            # Budgets are independent: draws of one that have no inner minimum need not cost those of the others.
+            sample = inner if len(inner) == draws else random.choice(inner, draws)
         kept.append(p)
         optima.append(where)
         spreads.append(spread)
@@ -140,7 +149,7 @@ def fit_isoflop(
     if len(kept) < 2:
         raise FitError(
             f"too-few-budgets: {len(kept)} of {len(profiles)} budgets have an inner minimum, 2 are needed "
-            f"({'; '.join(f'{d.run}: {d.reason}' for d in dropped) or 'no profile'})"
+            f"({'; '.join(f'{d.run}: {d.reason}' for d in dropped) or 'the runs have one budget C'})"
         )
     budgets = np.array([p.budget for p in kept])
     weights = 1 / np.square(spreads) if weighted and noise is not None else np.ones(len(kept))
@@ -152,9 +161,7 @@ def fit_isoflop(
     }
     interval, errors = None, {}
     if noise is not None:
-        matrix = np.column_stack(drawn)
-        ok = np.all(np.isfinite(matrix), axis=1)
-        slopes, intercepts = weighted_line(np.log(budgets), matrix[ok], weights)
+        slopes, intercepts = weighted_line(np.log(budgets), np.column_stack(drawn), weights)
         drawn_by = {"N_exponent": slopes, "log_N_coefficient": intercepts, "D_exponent": 1 - slopes}
         ends = {k: np.quantile(v, [(1 - level) / 2, (1 + level) / 2]) for k, v in drawn_by.items()}
         errors = {k: float(np.std(v, ddof=1)) for k, v in drawn_by.items()}
@@ -164,6 +171,7 @@ def fit_isoflop(
     cautions = [*screened.cautions, Caution(code="approach-2-bias", message=BIAS)]
     if noise is None:
         cautions.append(Caution(code="no-noise", message="no noise level given: no interval, and optima count alike"))
+    cautions += [*_noisy(rows), *few_draws(interval, draws)]
     if dropped:
         cautions.append(Caution(code="refused-minima", message="; ".join(f"{d.run}: {d.reason}" for d in dropped)))
     entries = {
@@ -208,8 +216,14 @@ def _profiles(
     index = group_near(budgets, BUDGET_FACTOR)
     out = []
     for g in range(int(index.max()) + 1):
-        part = frame[index == g].groupby("N", sort=True)["loss"].mean()
+        grouped = frame[index == g].groupby("N", sort=True)["loss"]
+        part = grouped.mean()
         budget = float(np.exp(np.mean(np.log(budgets[index == g]))))
+        low, high = float(budgets[index == g].min()), float(budgets[index == g].max())
+        if high > WIDEST_PROFILE * low:
+            reason = f"its runs spread from C = {low:.3g} to {high:.3g} without a gap: no single budget"
+            dropped.append(Dropped(run=f"budget {budget:.3g}", reason=reason))
+            continue
         if len(part) < FEWEST_SIZES[curve]:
             dropped.append(
                 Dropped(run=f"budget {budget:.3g}", reason=f"{len(part)} sizes, {FEWEST_SIZES[curve]} are needed")
@@ -217,8 +231,21 @@ def _profiles(
             continue
         losses = part.to_numpy(dtype=np.float64)
         sd = noise.at(losses) if isinstance(noise, NoiseLevel) else np.full(len(losses), float(noise or 0.0))
+        sd = sd / np.sqrt(grouped.size().to_numpy(dtype=np.float64))
         out.append(_Profile(budget=budget, log_n=np.log(part.index.to_numpy(dtype=np.float64)), losses=losses, sd=sd))
     return out, dropped
+
+
+def _noisy(rows: list[dict[str, Any]]) -> list[Caution]:
+    shares = [(row["budget"], row.get("draws_at_edge", 0.0)) for row in rows if row["optimum"] is not None]
+    noisy = [f"{budget:.3g} ({share:.0%})" for budget, share in shares if share > NOISY_SHARE]
+    if not noisy:
+        return []
+    text = (
+        f"with their noise the minimum is at the edge in a share of the draws at budget {', '.join(noisy)}: they are "
+        "left out, and the interval is too narrow; add sizes or seeds"
+    )
+    return [Caution(code="noisy-minima", message=text)]
 
 
 def _minimum(p: _Profile, losses_Rm: Floats, curve: str) -> tuple[Floats, str]:

@@ -13,14 +13,15 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from scaling.analysis.cells import Cell, paired, pooled_sd, seed_correlation
+from scaling.analysis.cells import OPPOSED, Cell, identical, paired, pooled_sd, seed_correlation
 from scaling.analysis.inversion import Inverse, refit
 
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 
-# Level of the test that pairs of seeds are correlated; unpaired variances are used unless they are.
+# Level of the test that pairs of seeds are positively correlated; unpaired variances are used unless they are.
 PAIRING_LEVEL = 0.01
+IDENTICAL = "identical losses"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,13 +61,18 @@ class Noise:
 
 
 def measure_noise(arms: Arms, known: float | None) -> Noise:
-    """Pooled within cells of both arms, or given; the correlation counts only where it is significantly positive."""
+    """Pooled within cells of both arms, or given.
+
+    A correlation that narrows the interval counts only where it is significant, one that widens it where it is likely.
+    """
     cells = arms.cells
     rho, pairs_df, p = seed_correlation([paired(cells[i], cells[j]) for i, j in arms.pairs])
-    used = rho if p < PAIRING_LEVEL else 0.0
+    used = rho if p < PAIRING_LEVEL or p > 1 - OPPOSED else 0.0
     if known is not None:
         return Noise(sd=known, sd_df=np.inf, df=np.inf, source="given", rho=rho, rho_p=p, used_rho=used)
     sd, df = pooled_sd(cells)
+    if identical(cells, sd):
+        return Noise(sd=np.nan, sd_df=0.0, df=0.0, source=IDENTICAL, rho=rho, rho_p=p, used_rho=0.0)
     return Noise(
         sd=sd,
         sd_df=float(df),

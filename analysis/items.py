@@ -77,6 +77,7 @@ def compare_items(
     method: str | None = None,
     gains: int | None = None,
     losses: int | None = None,
+    items: int | None = None,
     level: float = 0.95,
     rng: int | np.random.Generator = 0,
 ) -> dict[str, Result]:
@@ -89,8 +90,8 @@ def compare_items(
         that share a passage or template).
     baseline, method
         Which methods; all others against the baseline by default.
-    gains, losses
-        Instead of a table: the discordant counts.
+    gains, losses, items
+        Instead of a table: the discordant counts, and of how many items in all (without it only the odds are known).
 
     Returns
     -------
@@ -106,8 +107,10 @@ def compare_items(
     if table is None:
         if gains is None or losses is None:
             raise UsageError("compare items: give a table, or both counts of discordant items (--gains and --losses)")
-        return {method or "method": _from_counts(gains, losses, gains + losses, level, None, None)}
-    _check(table, baseline)
+        if items is not None and items < gains + losses:
+            raise UsageError(f"items must be {gains + losses} or more (--gains plus --losses), got {items}")
+        return {method or "method": _from_counts(gains, losses, items, level, None, None)}
+    _check(table, baseline, method)
     out: dict[str, Result] = {}
     random = generator(rng)
     tasks = list(dict.fromkeys(table["task"].astype(str))) if "task" in table.columns else [None]
@@ -119,15 +122,22 @@ def compare_items(
     return _add_holm(out)
 
 
-def _check(table: pd.DataFrame, baseline: str | None) -> None:
+def _check(table: pd.DataFrame, baseline: str | None, method: str | None) -> None:
     absent = [c for c in ("item", "method", "correct") if c not in table.columns]
     if absent:
         raise TableError(
             f"compare items: column {absent[0]!r} missing; the table has: {', '.join(map(str, table.columns))}"
         )
     names = set(table["method"].astype(str))
-    if baseline not in names:
-        raise TableError(f"method {baseline!r} is not in the table; {nearest(str(baseline), names)}")
+    if baseline is None:
+        raise UsageError(f"compare items: name the baseline; methods: {', '.join(sorted(names))}")
+    for name in (baseline, *([method] if method else [])):
+        if name not in names:
+            raise TableError(f"method {name!r} is not in the table; {nearest(name, names)}")
+    if method == baseline:
+        raise UsageError(f"method {baseline!r} is the baseline itself; name another, or none for all others")
+    if len(names) < 2:
+        raise TableError(f"the table holds only the baseline {baseline!r}: nothing to compare it with")
     if not table["correct"].isin([0, 1]).all():
         raise TableError("compare items: column 'correct' must hold 0 and 1 (or true and false) only")
     keys = ["item", "method", *(["task"] if "task" in table.columns else [])]
@@ -157,17 +167,33 @@ def _pair(part: pd.DataFrame, baseline: str, method: str, level: float, rng: np.
     return result
 
 
+def difference_interval(gains: int, losses: int, items: int, level: float) -> tuple[float, float]:
+    """Interval of the difference of shares right, over paired items; never of width 0, never beyond -1 and 1.
+
+    References
+    ----------
+    Bonett and Price (2012), Adjusted Wald confidence interval for a difference of binomial proportions based on
+    paired data: one is added to each discordant count and two to the items.
+    """
+    more, less = (gains + 1) / (items + 2), (losses + 1) / (items + 2)
+    half = float(stats.norm.ppf((1 + level) / 2)) * float(np.sqrt((more + less - (more - less) ** 2) / (items + 2)))
+    return max(more - less - half, -1.0), min(more - less + half, 1.0)
+
+
 def _from_counts(
-    gains: int, losses: int, items: int, level: float, d: NDArray[np.int64] | None, clusters: NDArray[np.str_] | None,
-    rng: np.random.Generator | None = None,
+    gains: int, losses: int, items: int | None, level: float, d: NDArray[np.int64] | None,
+    clusters: NDArray[np.str_] | None, rng: np.random.Generator | None = None,
 ) -> Result:  # fmt: skip
     p = mcnemar(gains, losses)
     ratio, low, high = odds_interval(gains, losses, level)
-    share = (gains - losses) / items if items else float("nan")
-    variance = (gains + losses - (gains - losses) ** 2 / items) / items**2 if items else float("nan")
-    cautions, extra = [], {}
+    cautions, extra, errors = [], {}, {}
+    estimate, lows, highs = {"odds_ratio": ratio}, {"odds_ratio": low}, {"odds_ratio": high}
+    kind = ""
     headline = p["mid_p"]
-    if d is not None and clusters is not None:
+    if items:
+        estimate["difference"] = (gains - losses) / items
+        errors["difference"] = float(np.sqrt((gains + losses - (gains - losses) ** 2 / items) / items**2))
+    if d is not None and clusters is not None and items:
         sums = np.array([np.sum(d[clusters == c]) for c in dict.fromkeys(clusters)], dtype=np.float64)
         kept = sums[sums != 0]
         headline, floor = sign_flip(kept, rng) if len(kept) else (1.0, 1.0)
@@ -176,22 +202,29 @@ def _from_counts(
             f"items come in {len(sums)} clusters: McNemar's p treats them as independent; the cluster sign flip is used"
         )
         cautions.append(Caution(code="clustered-items", message=text))
-        variance = float(np.sum((sums - sums.mean()) ** 2)) / items**2 * len(sums) / max(len(sums) - 1, 1)
+        del errors["difference"]
+        if len(sums) > 1:
+            df = len(sums) - 1
+            errors["difference"] = float(np.sqrt(np.sum((sums - sums.mean()) ** 2) * len(sums) / df)) / items
+            half = float(stats.t.ppf((1 + level) / 2, df)) * errors["difference"]
+            lows["difference"] = max(estimate["difference"] - half, -1.0)
+            highs["difference"] = min(estimate["difference"] + half, 1.0)
+            kind = "; difference: t, by cluster"
+    elif items:
+        lows["difference"], highs["difference"] = difference_interval(gains, losses, items, level)
+        kind = "; difference: adjusted Wald (Bonett and Price)"
     if gains + losses == 0:
         cautions.append(Caution(code="no-discordant-items", message="both answer every item alike: p is 1"))
-    half = float(stats.norm.ppf((1 + level) / 2) * np.sqrt(max(variance, 0.0)))
+    if not items:
+        text = "only the discordant items were counted: the difference of shares right needs the number of all (items)"
+        cautions.append(Caution(code="items-not-counted", message=text))
     wald = wald_odds(gains, losses, level)
     return Result(
         kind="compare items",
-        estimate={"odds_ratio": ratio, "difference": share},
-        standard_error={"difference": float(np.sqrt(max(variance, 0.0)))},
-        interval=Interval(
-            level=level,
-            method="odds: exact conditional; difference: Wald" + (", by cluster" if clusters is not None else ""),
-            low={"odds_ratio": low, "difference": share - half},
-            high={"odds_ratio": high, "difference": share + half},
-        ),
-        n=items,
+        estimate=estimate,
+        standard_error=errors,
+        interval=Interval(level=level, method=f"odds: exact conditional{kind}", low=lows, high=highs),
+        n=items or gains + losses,
         conventions={"difference": "method minus baseline", "p": "mid-p" if clusters is None else "cluster sign flip"},
         warnings=tuple(cautions),
         details={"gains": gains, "losses": losses, "p": headline, **p, "odds_ratio_wald": wald, **extra},

@@ -3,7 +3,7 @@
 After ``screen``. Four kinds, kept apart because they answer different questions: spread over seeds (the only one that
 counts for claims about methods), fluctuation at the end of a curve (which is not seed noise: a run keeps its offset
 from the ensemble), sampling of the evaluation set (common to all runs, cancels in differences), and repeats of one
-seed. ``noise_power`` turns a floor into what an experiment can show.
+seed. ``designs`` turns a floor into what an experiment can show.
 """
 
 from __future__ import annotations
@@ -16,12 +16,11 @@ from numpy.typing import NDArray
 
 from scaling.analysis.cells import order_scales
 from scaling.analysis.checklist import describe_dropped, describe_seeds, make_checklist
-from scaling.analysis.options import check_level, generator
-from scaling.analysis.power import Design, detectable, power_table, precision, seeds_needed, simulated_power
+from scaling.analysis.options import check_level
 from scaling.analysis.result import Caution, Interval, Result
 from scaling.analysis.screen import numbers, screen
 from scaling.analysis.spread import chi_square_limits, homogeneity, scale_dependence
-from scaling.errors import FitError, TableError, UsageError
+from scaling.errors import FitError, TableError
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -137,119 +136,6 @@ def noise_floor(
             "same_seed": {"sd": same_sd if same_df else None, "df": same_df},
         },
     )
-
-
-def noise_power(
-    *,
-    sd: float,
-    difference: float | None = None,
-    half_width: float | None = None,
-    seeds: Sequence[int] = (2, 3, 5, 8, 10, 20),
-    scales: Sequence[int] = (1, 4, 5),
-    rho: float = 0.0,
-    known_sd: bool = False,
-    log_speedup_per_loss: float | None = None,
-    level: float = 0.95,
-    power: float = 0.8,
-    rng: int | np.random.Generator = 0,
-) -> Result:
-    """What designs can show, given the noise of one run.
-
-    Parameters
-    ----------
-    sd
-        Seed standard deviation of one run, in nats.
-    difference
-        A difference of loss to find: the seeds it takes at each number of scales are added.
-    half_width
-        A wanted half-width of the interval of the difference: likewise.
-    rho
-        Correlation of runs that share a seed.
-    known_sd
-        Whether the noise is known from elsewhere (z instead of t).
-    log_speedup_per_loss
-        ``d log s / d L`` (a speedup result's ``details.noise_floor.log_speedup_per_loss``): adds everything in speedup.
-
-    Raises
-    ------
-    UsageError
-        When a number is out of range.
-    """
-    for name, value in (("sd", sd), ("difference", difference), ("half_width", half_width)):
-        if value is not None and not value > 0:
-            raise UsageError(f"{name} must be positive, got {value!r}")
-    if not -1 < rho < 1:
-        raise UsageError(f"rho must lie between -1 and 1, got {rho!r}")
-    check_level(level)
-    check_level(power, "power")
-    alpha = 1 - level
-    rows = power_table(seeds, scales, rho=rho, known_sd=known_sd, alpha=alpha, power=power)
-    random = generator(rng)
-    table = []
-    for row in rows:
-        entry: dict[str, Any] = {k: (v * sd if "able" in k or "width" in k else int(v)) for k, v in row.items()}
-        design = Design(seeds=int(row["seeds"]), scales=int(row["scales"]), known_sd=known_sd)
-        effect = detectable(design, alpha, power)
-        if np.isfinite(effect):
-            entry["simulated_power"] = simulated_power(design, effect, random, alpha)
-        if log_speedup_per_loss is not None:
-            entry["detectable_log_speedup"] = entry["detectable_unpaired"] * log_speedup_per_loss
-            entry["half_width_log_speedup"] = entry["half_width_unpaired"] * log_speedup_per_loss
-        table.append(entry)
-    needed = [_needed(k, sd, difference, half_width, known_sd=known_sd, alpha=alpha, power=power) for k in scales]
-    first = table[0]
-    estimate = {
-        f"detectable[{row['seeds']} seeds, {row['scales']} scales]": float(row["detectable_unpaired"]) for row in table
-    }
-    for row in needed:
-        for name in ("seeds_to_find_difference", "seeds_for_half_width"):
-            if name in row:
-                estimate[f"{name}[{row['scales']} scales]"] = float(row[name])
-    return Result(
-        kind="noise power",
-        estimate=estimate,
-        n=int(first["seeds"]) * 2 * int(first["scales"]),
-        conventions={"unit": "nats", "test": "two-sided", "level": f"{level:g}", "power": f"{power:g}"},
-        warnings=(),
-        details={"sd": sd, "rho": rho, "known_sd": known_sd, "designs": table, "needed": needed},
-    )
-
-
-def parse_counts(option: str, text: str) -> list[int]:
-    """Positive whole numbers separated by commas.
-
-    >>> parse_counts("--seeds", "3,5")
-    [3, 5]
-    """
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdigit() and int(part) > 0 for part in parts):
-        raise UsageError(f"{option}: {text!r} is not whole numbers separated by commas, e.g. 3,5,10")
-    return [int(part) for part in parts]
-
-
-def _needed(
-    scales: int,
-    sd: float,
-    difference: float | None,
-    half_width: float | None,
-    *,
-    known_sd: bool,
-    alpha: float,
-    power: float,
-) -> dict[str, Any]:
-    out: dict[str, Any] = {"scales": scales}
-    base = Design(seeds=2, scales=scales, known_sd=known_sd)
-    if difference is not None:
-        out["seeds_to_find_difference"] = seeds_needed(difference / sd, base, alpha, power)
-    if half_width is not None:
-        count = 1 if known_sd else 2
-        while (
-            precision(Design(seeds=count, scales=scales, known_sd=known_sd), 1 - alpha) * sd > half_width
-            and count < 10_000
-        ):
-            count += 1
-        out["seeds_for_half_width"] = count
-    return out
 
 
 def _configuration(frame: pd.DataFrame, by: Sequence[str] | None) -> list[str]:

@@ -6,7 +6,7 @@ By formula (noncentral t) and by simulation of the very test that ``seeds`` make
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -17,6 +17,10 @@ from scaling.errors import FitError, UsageError
 # Gauss-Legendre nodes: four panels of them give the power to 1e-9 (checked against scipy's noncentral t where that
 # works).
 _NODES, _WEIGHTS = np.polynomial.legendre.leggauss(48)
+
+
+# Seeds or scales beyond which an experiment is out of reach.
+MOST = 10_000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,6 +57,17 @@ def detectable(design: Design, alpha: float = 0.05, power: float = 0.8) -> float
     if design.df < 1:
         return float("inf")
     return _shift(design.df, alpha, power) * design.standard_error_factor
+
+
+def power_of(design: Design, difference_in_sds: float, alpha: float = 0.05) -> float:
+    """Probability that the two-sided test finds that difference; 0 without degrees of freedom."""
+    if design.df < 1:
+        return 0.0
+    shift = difference_in_sds / design.standard_error_factor
+    if np.isinf(design.df):
+        limit = stats.norm.ppf(1 - alpha / 2)
+        return float(special.ndtr(shift - limit) + special.ndtr(-shift - limit))
+    return _rejection(float(stats.t.ppf(1 - alpha / 2, design.df)), design.df, shift)
 
 
 def detectable_paired(pairs: int, alpha: float = 0.05, power: float = 0.8) -> float:
@@ -96,7 +111,7 @@ def _rejection(limit: float, df: float, shift: float) -> float:
 
 
 def seeds_needed(
-    difference_in_sds: float, design: Design, alpha: float = 0.05, power: float = 0.8, most: int = 10_000
+    difference_in_sds: float, design: Design, alpha: float = 0.05, power: float = 0.8, most: int = MOST
 ) -> int:
     """Fewest seeds with which ``design`` finds that difference.
 
@@ -107,12 +122,46 @@ def seeds_needed(
     """
     if not difference_in_sds > 0:
         raise UsageError(f"the difference to find must be positive, got {difference_in_sds!r}")
-    low, high = (1 if design.known_sd else 2), most
-    if detectable(replace(design, seeds=high), alpha, power) > difference_in_sds:
+    found = fewest(
+        lambda seeds: power_of(replace(design, seeds=seeds), difference_in_sds, alpha) >= power,
+        1 if design.known_sd else 2,
+        most,
+    )
+    if found is None:
         raise FitError(f"out-of-reach: {most} seeds do not find a difference of {difference_in_sds:g} SDs")
+    return found
+
+
+def seeds_for_precision(half_width_in_sds: float, design: Design, level: float = 0.95, most: int = MOST) -> int:
+    """Fewest seeds with which the interval of the difference is that narrow.
+
+    Raises
+    ------
+    FitError
+        When even ``most`` seeds do not make it so.
+    """
+    found = fewest(
+        lambda seeds: precision(replace(design, seeds=seeds), level) <= half_width_in_sds,
+        1 if design.known_sd else 2,
+        most,
+    )
+    if found is None:
+        raise FitError(f"out-of-reach: {most} seeds do not give a half-width of {half_width_in_sds:g} SDs")
+    return found
+
+
+def fewest(reaches: Callable[[int], bool], first: int, most: int = MOST) -> int | None:
+    """Smallest count from ``first`` to ``most`` that reaches what all larger ones reach too; ``None`` where none does.
+
+    >>> fewest(lambda n: n * n >= 50, 1)
+    8
+    """
+    if not reaches(most):
+        return None
+    low, high = first, most
     while low < high:
         middle = (low + high) // 2
-        if detectable(replace(design, seeds=middle), alpha, power) <= difference_in_sds:
+        if reaches(middle):
             high = middle
         else:
             low = middle + 1
@@ -124,10 +173,8 @@ def simulated_power(
 ) -> float:
     """Share of simulated experiments in which the test rejects."""
     shape = (runs, design.scales, design.seeds)
-    common = rng.normal(size=shape) * np.sqrt(max(design.rho, 0.0))
-    own = np.sqrt(1 - max(design.rho, 0.0))
-    a = common + own * rng.normal(size=shape) + difference_in_sds
-    b = common + own * rng.normal(size=shape)
+    b = rng.normal(size=shape)
+    a = design.rho * b + np.sqrt(1 - design.rho**2) * rng.normal(size=shape) + difference_in_sds
     mean = (a - b).mean(axis=(1, 2))
     if design.known_sd:
         sd = np.ones(runs)

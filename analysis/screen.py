@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 Floats = NDArray[np.float64]
 
 # Short names that must be positive to be used (they are taken logarithms of).
-POSITIVE = ("N", "D", "C", "loss", "lr", "H", "wall_time_s", "gpu_seconds", "U")
+POSITIVE = ("N", "D", "C", "loss", "lr", "H", "wall_time_s", "gpu_seconds", "U", "tokens")
 TEXT = ("method",)
 
 
@@ -42,6 +42,7 @@ def screen(
     needs: Sequence[str],
     analysis: str,
     keep_unfinished: bool = False,
+    labels: Sequence[str] = (),
 ) -> Screened:
     """Drop what cannot be used, saying why; refuse where nothing is left.
 
@@ -55,6 +56,8 @@ def screen(
         What asks, for messages.
     keep_unfinished
         Keep runs whose learning-rate schedule did not finish (their loss is not comparable).
+    labels
+        Those of ``needs`` that only tell rows apart: any values will do, text or numbers.
 
     Raises
     ------
@@ -75,7 +78,7 @@ def screen(
         frame = frame[~bad]
 
     for name in needs:
-        if name in TEXT:
+        if name in TEXT or name in labels:
             drop(frame[name].isna().to_numpy(), f"{name} is missing")
             frame = frame.assign(**{name: frame[name].astype(str)})
             continue

@@ -99,7 +99,7 @@ def sections(found: Findings, pictures: Sequence[Picture], origin: Mapping[str, 
             pictures=shown("costs"),
             tables=tables("throughput", "steps", "kernels", "added", *(("traffic",) if _routes(found) else ())),
         ),
-        Section(anchor="fits", title="How good the laws are", pictures=shown("fits")),
+        Section(anchor="fits", title="How good the laws are", pictures=shown("fits"), tables=tables("intervals")),
         Section(anchor="runs", title="All runs", tables=tables("runs")),
         Section(
             anchor="published",

@@ -14,8 +14,17 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import stats
 
-from scaling.analysis.cautions import mixed_budgets, refuse
-from scaling.analysis.cells import Cell, make_cells, paired, pick_methods, pooled_sd, seed_correlation
+from scaling.analysis.cautions import IDENTICAL_TEXT, mixed_budgets, refuse
+from scaling.analysis.cells import (
+    OPPOSED,
+    Cell,
+    identical,
+    make_cells,
+    paired,
+    pick_methods,
+    pooled_sd,
+    seed_correlation,
+)
 from scaling.analysis.checklist import describe_dropped, describe_seeds, make_checklist
 from scaling.analysis.mixed import mixed_model
 from scaling.analysis.multiplicity import correct
@@ -39,7 +48,7 @@ if TYPE_CHECKING:
 Floats = NDArray[np.float64]
 
 PAIRINGS = ("auto", "paired", "unpaired")
-# One-sided level at which seeds count as correlated; below it the unpaired test is used.
+# One-sided level at which seeds count as positively correlated; without it (or `OPPOSED`) the test is unpaired.
 CORRELATED = 0.05
 # Level of the test that cells have one variance; below it the pooled SD is not to be trusted.
 HOMOGENEOUS = 0.05
@@ -64,7 +73,8 @@ def compare_seeds(
     baseline, method
         The baseline, and one method (all others by default).
     pairing
-        ``paired``, ``unpaired``, or ``auto``: paired where the correlation of runs that share a seed is positive at 5%.
+        ``paired``, ``unpaired``, or ``auto``: paired where the correlation of runs that share a seed is positive at 5%,
+        or negative at 25% (an unpaired interval would be too narrow).
     noise_sd
         Seed standard deviation known from elsewhere (then z instead of t).
 
@@ -117,11 +127,13 @@ def _compare(
     rho, rho_df, rho_p = seed_correlation(pairs)
     both = [c for arm in arms for c in arm]
     sd, sd_df = pooled_sd(both)
-    use_pairs = pairing == "paired" or (pairing == "auto" and rho_df > 0 and rho_p < CORRELATED and noise_sd is None)
+    equal = noise_sd is None and identical(both, sd)
+    if equal:
+        sd, sd_df = float("nan"), 0
+    likely = rho_df > 0 and (rho_p < CORRELATED or rho_p > 1 - OPPOSED)
+    use_pairs = pairing == "paired" or (pairing == "auto" and likely and noise_sd is None)
     per_scale = [
-        _scale(
-            m, b, p, sd=noise_sd or sd, sd_df=np.inf if noise_sd else sd_df, rho=rho if noise_sd else 0.0, level=level
-        )
+        _scale(m, b, p, sd=noise_sd or sd, sd_df=np.inf if noise_sd else sd_df, level=level)
         for (m, b), p in zip(arms, pairs, strict=True)
     ]
     deltas = np.array([row["delta"] for row in per_scale])
@@ -144,7 +156,7 @@ def _compare(
         "pairing": {"used": "paired" if use_pairs else "unpaired", "rho": rho, "df": rho_df, "p_one_sided": rho_p},
         "sign_flip": {"p": flip_p, "smallest_possible_p": flip_floor, "pairs": len(flips)},
         "hodges_lehmann": hodges_lehmann(flips),
-        "pooled_sd": {"sd": sd, "df": sd_df, "homogeneity_p": _homogeneity(both)},
+        "pooled_sd": {"sd": sd, "df": sd_df, "homogeneity_p": _homogeneity(both), "identical": equal},
         "mixed_model": mixed_model(arms, pairs),
     }
     cautions = [*screened.cautions, *_cautions(arms, pairs, baseline, method, screened, joint, noise_sd or sd, details)]
@@ -172,9 +184,7 @@ def _compare(
     )
 
 
-def _scale(
-    m: Cell, b: Cell, pair: tuple[Floats, Floats], *, sd: float, sd_df: float, rho: float, level: float
-) -> dict[str, Any]:
+def _scale(m: Cell, b: Cell, pair: tuple[Floats, Floats], *, sd: float, sd_df: float, level: float) -> dict[str, Any]:
     d = pair[0] - pair[1]
     pooled = None
     if np.isfinite(sd) and sd_df > 0:
@@ -216,6 +226,8 @@ def _joint(
             return None
         variance = sum(float(np.sum((v - v.mean()) ** 2)) for v in d) / df
         error = np.sqrt(variance * sum(1 / len(v) for v in d)) / k
+        if identical([c for arm in arms for c in arm], float(error)):
+            return None
         return t_summary(float(np.mean([v.mean() for v in d])), float(error), df, level)
     if not (np.isfinite(sd) and sd_df > 0):
         return None
@@ -246,6 +258,20 @@ def _homogeneity(cells: list[Cell]) -> float | None:
     return float(stats.levene(*groups, center="median").pvalue)
 
 
+def _why_no_interval(
+    arms: list[tuple[Cell, Cell]], pairs: list[tuple[Floats, Floats]], details: dict[str, Any]
+) -> Caution:
+    several = any(len(c.losses) > 1 for arm in arms for c in arm)
+    if details["pairing"]["used"] == "paired" and several and min(len(m) for m, _ in pairs) == 0:
+        lone = ", ".join(m.scale for (m, _), (d, _) in zip(arms, pairs, strict=True) if not len(d))
+        text = f"no seed of the method was run with the baseline at {lone}: nothing is paired; use pairing unpaired"
+        return Caution(code="no-common-seeds", message=text)
+    if several and details["pairing"]["df"] != 0 or details["pooled_sd"]["identical"]:
+        return Caution(code="identical-losses", message=IDENTICAL_TEXT)
+    text = "one seed a cell and no given noise: the difference has no interval; add seeds or give a noise floor"
+    return Caution(code="one-seed", message=text)
+
+
 def _cautions(
     arms: list[tuple[Cell, Cell]], pairs: list[tuple[Floats, Floats]], baseline: dict[str, Cell], method: dict[str,
     Cell],
@@ -257,8 +283,7 @@ def _cautions(
         out.append(Caution(code="unmatched-scales", message=f"scales of one arm only, left out: {', '.join(lone)}"))
     smallest = min(len(m) for m, _ in pairs)
     if joint is None:
-        text = "one seed a cell and no given noise: the difference has no interval; add seeds or give a noise floor"
-        out.append(Caution(code="one-seed", message=text))
+        out.append(_why_no_interval(arms, pairs, details))
     elif 2 <= smallest < 6:
         effect = detectable_paired(smallest, 0.05, 0.8)
         text = (
@@ -267,9 +292,9 @@ def _cautions(
             f"scale finds with 80% power only differences of {effect:.2f} SDs of the pair differences"
         )
         out.append(Caution(code="few-seeds", message=text))
-    if details["pairing"]["used"] == "unpaired" and smallest > 1:
+    if details["pairing"]["used"] == "unpaired" and details["pairing"]["df"] > 0:
         rho, p = details["pairing"]["rho"], details["pairing"]["p_one_sided"]
-        why = "the given noise is of single runs" if p < CORRELATED else "not shown to be positive"
+        why = "the given noise is of single runs" if p < CORRELATED else "not shown to differ from 0"
         text = f"runs of one seed correlate by {rho:.2f}, {why}: the unpaired test is used"
         out.append(Caution(code="pairing-not-used", message=text))
     p = details["pooled_sd"]["homogeneity_p"]

@@ -12,7 +12,7 @@ Shapes: R refits, n rows, P parameters, in the solver's units of ``model``.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -55,6 +55,12 @@ class Solution:
         """Index of the lowest objective; converged refits win over those that are not."""
         return int(np.lexsort((self.objective_R, ~self.converged_R))[0])
 
+    def ending(self, refit: int, phi_P: Floats) -> Solution:
+        """The same with one refit that ends elsewhere."""
+        phi_RP = self.phi_RP.copy()
+        phi_RP[refit] = phi_P
+        return replace(self, phi_RP=phi_RP)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Goal:
@@ -94,13 +100,13 @@ def minimise(
         Whether the starts are near the optimum (a resample started from the full fit): fewer deltas are passed through.
     """
     phi = np.clip(start_RP, goal.low_P, goal.high_P)
-    delta_R = _deltas(model, phi, y_Rn, w_Rn, goal)
-    for scale_R, limit in _stages(model, phi, y_Rn, w_Rn, goal, delta_R, warm=warm, race=race):
-        # Trial steps of hopeless starts may overflow; they are rejected.
-        with np.errstate(over="ignore", invalid="ignore"):
+    # Hopeless starts and their trial steps may overflow; they are rejected.
+    with np.errstate(over="ignore", invalid="ignore"):
+        delta_R = _deltas(model, phi, y_Rn, w_Rn, goal)
+        for scale_R, limit in _stages(model, phi, y_Rn, w_Rn, goal, delta_R, warm=warm, race=race):
             patience = (RACE_ITERATIONS if limit == RACE_LIMIT else 0) if race else limit
             solution = _newton(model, y_Rn, w_Rn, phi, goal, scale_R, limit, patience=patience)
-        phi = solution.phi_RP
+            phi = solution.phi_RP
     return solution
 
 

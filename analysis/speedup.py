@@ -21,6 +21,7 @@ from scaling.analysis.cells import make_cells, pick_methods
 from scaling.analysis.checklist import describe_dropped, describe_seeds, make_checklist
 from scaling.analysis.inversion import Inverse, fit_baseline
 from scaling.analysis.isoloss import (
+    IDENTICAL,
     Arms,
     Bools,
     Noise,
@@ -136,7 +137,7 @@ def _compare(
 ) -> Result:  # fmt: skip
     noise = measure_noise(arms, noise_sd)
     inverse = fit_baseline(arms.baseline, arms.method, asymptote=asymptote, sd=noise.sd, sd_df=noise.sd_df)
-    if np.isnan(noise.sd) and inverse.noise_df > 0:
+    if np.isnan(noise.sd) and inverse.noise_df > 0 and noise.source != IDENTICAL:
         noise = Noise(
             sd=float(np.sqrt(inverse.noise_rss / inverse.noise_df)),
             sd_df=inverse.noise_df,

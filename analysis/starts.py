@@ -42,6 +42,8 @@ def variable_projection(law: PowerSum, x: Mapping[str, Floats], y_n: Floats, w_n
     """
     names = law.names()
     exponents = [p.name for p in law.parameters if p.kind == "exponent"]
+    level = float(np.exp(np.mean(np.log(y_n))))
+    y_n = y_n / level  # squares of very small losses would vanish
     axis, index_GE = exponent_grid(GRID_POINTS[len(exponents)], len(exponents))
     grid_GE = axis[index_GE]
     centre = {v: float(np.mean(np.log(x[v]))) for v in law.variables}
@@ -65,7 +67,7 @@ def variable_projection(law: PowerSum, x: Mapping[str, Floats], y_n: Floats, w_n
             theta_kP[row, names.index(exponent)] = grid_GE[g, k]
         for t, term in enumerate(law.terms):
             shift = sum(grid_GE[g, column[e]] * centre[v] for v, e in term.exponents.items())
-            theta_kP[row, names.index(term.amplitude)] = np.log(amplitude_GT[g, t]) + shift
+            theta_kP[row, names.index(term.amplitude)] = np.log(amplitude_GT[g, t] * level) + shift
     return theta_kP
 
 

@@ -79,7 +79,7 @@ def _speedup(item: Speedup, baseline: str, shown: list[str], unknown: list[str])
             "not pin the loss down as a function of compute."
         )
         return
-    bounds = f"{item.level:.0%} interval {digits.speedup(item.low)} to {digits.speedup(item.high)}"
+    bounds = f"{digits.share(item.level)} interval {digits.speedup(item.low)} to {digits.speedup(item.high)}"
     text = f"{digits.speedup(item.mean)} ({bounds})"
     outside = sum(scale.extrapolated for scale in item.scales)
     far = f" Beyond the baseline's runs: {outside} of {len(item.scales)} scales." if outside else ""

@@ -7,6 +7,7 @@ from typing import Any
 
 import pandas as pd
 
+from scaling.analysis import digits
 from scaling.analysis.grids import Grid, gather, with_single_head
 from scaling.analysis.tables.core import dropped_text
 from scaling.analysis.tables.table import Column, Table
@@ -149,7 +150,7 @@ def _table(
     counted = f"{int(seeds.min())}" if seeds.min() == seeds.max() else f"{int(seeds.min())} to {int(seeds.max())}"
     counted += " run" if counted == "1" else " runs"
     spread = (
-        f"{grid.level:.0%} t intervals, spread of one run {grid.source}, {grid.df:g} degrees of freedom"
+        f"{digits.share(grid.level)} t intervals, spread of one run {grid.source}, {grid.df:g} degrees of freedom"
         if grid.df > 0
         else "no intervals: one run a cell and no known noise"
     )

@@ -243,7 +243,9 @@ def _gain(fact: Fact, mine: _Mine) -> _Own | None:
     for name, result in mine.found.supplements.items.items():
         method, _, task = name.partition("/")
         if method == fact.method and task.lower() == fact.setting.lower() and result.interval:
-            low, high = result.interval.low["difference"], result.interval.high["difference"]
+            low, high = result.interval.low.get("difference"), result.interval.high.get("difference")
+            if low is None or high is None:
+                return None
             return _Own(value=100 * result.estimate["difference"], low=100 * low, high=100 * high, where="its items")
     return None
 

@@ -90,7 +90,8 @@ def speedups(found: Sequence[Speedup], *, baseline: str, conventions: Mapping[st
     currency = found[0].currency if found else "flops"
     caption = (
         f"How many times the compute {baseline} needs to reach the same loss: geometric mean over scales, "
-        f"{level:.0%} interval{f' ({way})' if way else ''}; currency: {currency}. {convention_text(conventions)}"
+        f"{digits.share(level)} interval{f' ({way})' if way else ''}; currency: {currency}. "
+        f"{convention_text(conventions)}"
         f"{dropped_text(dropped)} Bold: better than all others by more than the noise; = not distinguishable from "
         f"the best."
     )
@@ -186,7 +187,9 @@ def seed_deltas(found: Sequence[Delta], *, baseline: str, dropped: int = 0) -> T
     )
     methods = len({delta.method for delta in found})
     luck = f" p, adjusted: for {methods} methods compared with one baseline (Dunnett)." if methods > 1 else ""
-    caption = f"{how}; {level:.0%} t interval. Negative is better than {baseline}.{luck}{dropped_text(dropped)}"
+    caption = (
+        f"{how}; {digits.share(level)} t interval. Negative is better than {baseline}.{luck}{dropped_text(dropped)}"
+    )
     title = "Paired seeds" if paired else "Loss differences"
     return Table(name="seed-deltas", title=title, caption=caption, columns=columns, frame=_frame(rows, columns))
 
@@ -215,7 +218,7 @@ def noise(found: Sequence[Noise], *, level: float = 0.95) -> Table:
         Column(key="note", label="what it is"),
     )
     caption = (
-        f"Standard deviations of the held-out loss, {level:.0%} intervals. "
+        f"Standard deviations of the held-out loss, {digits.share(level)} intervals. "
         "A claim about a method counts seed noise only."
     )
     return Table(name="noise", title="Noise floor", caption=caption, columns=columns, frame=_frame(rows, columns))

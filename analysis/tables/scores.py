@@ -66,6 +66,10 @@ def tasks(scores: pd.DataFrame, *, sizes: Sequence[str] = ()) -> Table:
     )
 
 
+def _points(share: float | None) -> float | None:
+    return None if share is None else 100 * share
+
+
 def items(found: Mapping[str, Result]) -> Table:
     """McNemar's test of paired answers: ``compare items`` results by method and task."""
     rows = []
@@ -80,8 +84,8 @@ def items(found: Mapping[str, Result]) -> Table:
                 "gains": result.details["gains"],
                 "losses": result.details["losses"],
                 "difference": 100 * result.estimate["difference"],
-                "difference_low": 100 * interval.low["difference"] if interval else None,
-                "difference_high": 100 * interval.high["difference"] if interval else None,
+                "difference_low": _points(interval.low.get("difference") if interval else None),
+                "difference_high": _points(interval.high.get("difference") if interval else None),
                 "odds": result.estimate.get("odds_ratio"),
                 "odds_low": interval.low.get("odds_ratio") if interval else None,
                 "odds_high": interval.high.get("odds_ratio") if interval else None,

@@ -91,7 +91,7 @@ def seeds(
 
 
 ITEMS_EPILOG = (
-    "Examples:  scaling compare items --gains 123 --losses 81   |   "
+    "Examples:  scaling compare items --gains 123 --losses 81 --items 1172   |   "
     "scaling compare items --runs items.csv --baseline std (columns item, method, correct; optional task, cluster)"
 )
 
@@ -105,6 +105,7 @@ def items(
     where: Where = None,
     gains: Annotated[int | None, typer.Option(help="Items only the method has right (instead of --runs).")] = None,
     losses: Annotated[int | None, typer.Option(help="Items only the baseline has right.")] = None,
+    items: Annotated[int | None, typer.Option(help="Items in all (with --gains and --losses).")] = None,
     level: Level = 0.95,
     as_json: AsJson = False,
 ) -> None:
@@ -112,4 +113,7 @@ def items(
     from scaling.analysis.items import compare_items
 
     table = read(runs, columns, where) if runs else None
-    show_many(compare_items(table, baseline=baseline, method=method, gains=gains, losses=losses, level=level), as_json)
+    results = compare_items(
+        table, baseline=baseline, method=method, gains=gains, losses=losses, items=items, level=level
+    )
+    show_many(results, as_json)

@@ -76,13 +76,17 @@ def isoflop(
     level: Level = 0.95,
     draws: Draws = 1000,
     random_seed: RandomSeed = 0,
+    keep_unfinished: Unfinished = False,
     as_json: AsJson = False,
 ) -> None:
     """Best size at each budget and the power law through them (Approach 2)."""
     from scaling.analysis.isoflop import fit_isoflop
 
     table = read(runs, columns, where)
-    show(fit_isoflop(table, curve=curve, noise=noise_sd, level=level, draws=draws, rng=random_seed), as_json)
+    result = fit_isoflop(
+        table, curve=curve, noise=noise_sd, level=level, draws=draws, rng=random_seed, keep_unfinished=keep_unfinished
+    )
+    show(result, as_json)
 
 
 FRONTIER_EPILOG = "Examples:  scaling fit frontier --runs runs.parquet --budgets 1e21,1e22"
@@ -100,6 +104,7 @@ def frontier(
     level: Level = 0.95,
     draws: Draws = 1000,
     random_seed: RandomSeed = 0,
+    keep_unfinished: Unfinished = False,
     as_json: AsJson = False,
 ) -> None:
     """Compute-optimal parameters and tokens at each budget, from a law in N and D."""
@@ -115,6 +120,7 @@ def frontier(
         level=level,
         draws=draws,
         rng=random_seed,
+        keep_unfinished=keep_unfinished,
     )
     show(result, as_json)
 

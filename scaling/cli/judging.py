@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from scaling.analysis import digits
 from scaling.cli.highlights import highlights
 
 if TYPE_CHECKING:
@@ -77,7 +78,7 @@ def describe(result: Result) -> str:
             line += f"   [{interval.low[name]:.6g}, {interval.high[name]:.6g}]"
         lines.append(line)
     if interval is not None:
-        lines.append(f"  {interval.level:.0%} interval: {interval.method}")
+        lines.append(f"  {digits.share(interval.level)} interval: {interval.method}")
     lines += highlights(result)
     if result.objective is not None:
         lines.append(f"  objective {result.objective:.10g}")

@@ -42,7 +42,10 @@ def floor(
     show(result, as_json)
 
 
-POWER_EPILOG = "Examples:  scaling noise power --sd 0.00115 --difference 0.002 --seeds 3,5,10 --scales 1,4"
+POWER_EPILOG = (
+    "Examples:  scaling noise power --sd 0.00115 --difference 0.002 --seeds 3,5,10 --scales 1,4   |   "
+    "scaling noise power --sd 0.002 --log-speedup-per-loss 5.6 --log-speedup-half-width 0.02"
+)
 
 
 @app.command(epilog=POWER_EPILOG)
@@ -59,16 +62,20 @@ def power(
     log_speedup_per_loss: Annotated[
         float | None, typer.Option(help="d log speedup / d loss (in a speedup's noise_floor): adds speedups.")
     ] = None,
+    log_speedup: Annotated[float | None, typer.Option(help="A log speedup to find, instead of --difference.")] = None,
+    log_speedup_half_width: Annotated[
+        float | None, typer.Option(help="Its wanted half-width (0.02: 2%), instead of --half-width.")
+    ] = None,
     level: Level = 0.95,
     power: Annotated[float, typer.Option(help="Wanted power.")] = 0.8,
     as_json: AsJson = False,
 ) -> None:
     """What designs can show, by formula and simulation."""
-    from scaling.analysis.noise import noise_power, parse_counts
+    from scaling.analysis.designs import noise_power, parse_counts
 
     result = noise_power(
         sd=sd, difference=difference, half_width=half_width, seeds=parse_counts("--seeds", seeds),
         scales=parse_counts("--scales", scales), rho=rho, known_sd=known_sd, log_speedup_per_loss=log_speedup_per_loss,
-        level=level, power=power,
+        log_speedup=log_speedup, log_speedup_half_width=log_speedup_half_width, level=level, power=power,
     )  # fmt: skip
     show(result, as_json)

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import stats
 
-from scaling.analysis.cells import Cell
+from scaling.analysis.cells import OPPOSED, Cell
 from scaling.analysis.inversion import SHARE_LEVEL, fit_baseline
 from scaling.analysis.isoloss import PAIRING_LEVEL, Arms, log_covariance, loss_gradient, measure_noise
 from scaling.analysis.laws import Power
@@ -115,7 +115,7 @@ def intervals_of_many(losses_RakS: Floats, costs_k: Floats, noise_sd: float | No
     odd = np.flatnonzero(~(arms[0].good_R & arms[1].good_R & both.good_R))
     for r in odd:
         low_R[r], high_R[r] = interval_of_core(arms_of(losses_RakS[r], costs_k), noise_sd)
-    return Many(low_R, high_R, p_R > SHARE_LEVEL, rho_R > 0, len(odd))
+    return Many(low_R, high_R, p_R > SHARE_LEVEL, rho_R != 0, len(odd))
 
 
 def _noise(losses_RakS: Floats, noise_sd: float | None) -> tuple[Floats, Floats, Floats]:
@@ -129,12 +129,12 @@ def _noise(losses_RakS: Floats, noise_sd: float | None) -> tuple[Floats, Floats,
         xy, xx, yy = (np.sum(product, axis=1) for product in (x * y, x * x, y * y))
         r = xy / np.sqrt(xx * yy)
         p = stats.t.sf(r * np.sqrt((pair_df - 1) / (1 - r**2)), pair_df - 1)
-        rho = np.where(p < PAIRING_LEVEL, 2 * xy / (xx + yy), 0.0)
+        rho = np.where((p < PAIRING_LEVEL) | (p > 1 - OPPOSED), 2 * xy / (xx + yy), 0.0)
     if noise_sd is not None:
         return np.full(count, noise_sd), np.full(count, np.inf), rho
     df = 2 * k * (seeds - 1)
     sd = np.sqrt(np.sum(deviation**2, axis=(1, 2, 3)) / df) if df else np.full(count, np.nan)
-    return sd, np.where(rho > 0, float(pair_df), float(df)), rho
+    return sd, np.where(rho != 0, float(pair_df), float(df)), rho
 
 
 class _Fits:

@@ -13,17 +13,20 @@ import pytest
 
 from scaling.analysis.backtest import backtest
 from scaling.analysis.columns import filter_rows, load_table, map_columns
+from scaling.analysis.designs import noise_power
 from scaling.analysis.fit import fit_law
+from scaling.analysis.frontier import compute_frontier
 from scaling.analysis.heads import head_optimum, learning_rate_robustness, width_contrast
 from scaling.analysis.isoflop import fit_isoflop
 from scaling.analysis.items import compare_items
-from scaling.analysis.noise import noise_floor, noise_power
+from scaling.analysis.noise import noise_floor
 from scaling.analysis.result import Result
 from scaling.analysis.seeds import compare_seeds
 from scaling.analysis.speedup import compare_speedup
 from scaling.cli.main import main
 from scaling.errors import FitError, TableError, UsageError
 from tests.analysis.synthetic import sweep
+from tests.analysis.test_laws_properties import grid
 
 
 def codes(result: Result) -> set[str]:
@@ -247,21 +250,6 @@ def test_trend_is_reported() -> None:
     assert "trend" in codes(result) and result.estimate["trend_per_decade"] > 0
 
 
-def test_isoflop_refuses_edges_and_maxima() -> None:
-    n = np.geomspace(1e7, 1e9, 7)
-    bowl = pd.DataFrame({"N": n, "C": 1e18, "loss": 3 + 0.1 * (np.log(n) - np.log(1e8)) ** 2})
-    edge = bowl.assign(C=1e19, loss=4 - 0.1 * np.log(n))
-    dome = bowl.assign(C=1e20, loss=6 - bowl["loss"])
-    other = bowl.assign(C=1e21, loss=3 + 0.1 * (np.log(n) - np.log(2e8)) ** 2)
-    result = fit_isoflop(pd.concat([bowl, edge, dome, other]), curve="parabola")
-    reasons = [d.reason for d in result.dropped]
-    assert reasons == ["the parabola opens downwards", "the parabola opens downwards"] or "outside" in " ".join(reasons)
-    assert {"refused-minima", "approach-2-bias", "no-noise"} <= codes(result) and result.interval is None
-    assert result.estimate["N_exponent"] == pytest.approx(np.log(2) / np.log(1000), rel=1e-6)
-    with pytest.raises(FitError, match="too-few-budgets: 1 of 2 budgets have an inner minimum"):
-        fit_isoflop(pd.concat([bowl, edge]), curve="akima")
-
-
 def test_backtest_needs_room() -> None:
     with pytest.raises(FitError, match="no cut leaves more distinct points than the 3 parameters"):
         backtest(table(scales=3), form="power")
@@ -452,6 +440,10 @@ def test_commands(tmp_path: Path, run: Callable[..., tuple[int, str, str]]) -> N
     assert (status, out, err.count("\n")) == (1, "", 1) and "is not in the table" in err
     status, out, err = run("fit", "law", "--runs", str(path), "--form", "powr")
     assert (status, out) == (2, "") and "did you mean 'power'" in err
+    grid_path, bowls, n = tmp_path / "grid.csv", tmp_path / "bowls.csv", np.geomspace(1e7, 1e9, 7)
+    grid(sd=0.003).to_csv(grid_path, index=False)
+    profiles = [(n, c, 3 + 0.01 * np.log(n / np.sqrt(c / 120)) ** 2) for c in (1e17, 1e18, 1e19)]
+    pd.concat(pd.DataFrame(dict(zip(("N", "C", "loss"), p, strict=True))) for p in profiles).to_csv(bowls, index=False)
     one = tmp_path / "one.csv"
     table(scales=1).to_csv(one, index=False)
     status, out, _ = run("compare", "speedup", "--runs", str(one), "--baseline", "baseline", "--json")
@@ -462,12 +454,41 @@ def test_commands(tmp_path: Path, run: Callable[..., tuple[int, str, str]]) -> N
         ("noise", "floor", "--runs", str(path)),
         ("noise", "power", "--sd", "0.001", "--difference", "0.002", "--seeds", "2,3", "--scales", "1"),
         ("fit", "backtest", "--runs", str(path), "--form", "power"),
+        ("fit", "frontier", "--runs", str(grid_path), "--budgets", "1e20,1e21", "--draws", "200"),
+        ("fit", "isoflop", "--runs", str(bowls), "--noise-sd", "0.002", "--draws", "200"),
+        ("fit", "isoflop", "--runs", str(bowls), "--curve", "parabola"),
     ):
         status, out, err = run(*arguments)
         assert status == 0 and not err, err
         assert out.count("\n") > 3
         status, out, err = run(*arguments, "--json")
         assert status == 0 and not err and isinstance(json.loads(out), dict), arguments
+
+
+def test_numbers_of_the_fits_in_json(tmp_path: Path, run: Callable[..., tuple[int, str, str]]) -> None:
+    """What the commands print with --json is what the functions return, to the last digit, under the agreed names."""
+    grid_path, bowls, n = tmp_path / "grid.csv", tmp_path / "bowls.csv", np.geomspace(1e7, 1e9, 7)
+    grid(sd=0.003).to_csv(grid_path, index=False)
+    profiles = [(n, c, 3 + 0.01 * np.log(n / np.sqrt(c / 120)) ** 2) for c in (1e17, 1e18, 1e19)]
+    pd.concat(pd.DataFrame(dict(zip(("N", "C", "loss"), p, strict=True))) for p in profiles).to_csv(bowls, index=False)
+    names = {"estimate", "standard_error", "interval", "n", "df", "status", "conventions", "warnings", "dropped",
+             "checklist"}  # fmt: skip
+    flags = ("--level", "0.9", "--draws", "100", "--random-seed", "3", "--json")
+    options = {"level": 0.9, "draws": 100, "rng": 3}
+    _, out, _ = run("fit", "frontier", "--runs", str(grid_path), "--budgets", "1e20,1e21", *flags)
+    wanted = compute_frontier(load_table(grid_path), budgets=[1e20, 1e21], **options)  # type: ignore[arg-type]
+    assert json.loads(out) == json.loads(wanted.to_json()) and names <= set(json.loads(out))
+    assert set(json.loads(out)["interval"]["low"]) == set(wanted.estimate) and "N*[1e+21]" in wanted.estimate
+    _, out, _ = run("fit", "isoflop", "--runs", str(bowls), "--noise-sd", "0.002", *flags)
+    isoflop = fit_isoflop(load_table(bowls), noise=0.002, **options)  # type: ignore[arg-type]
+    assert json.loads(out) == json.loads(isoflop.to_json()) and names <= set(json.loads(out))
+    assert isoflop.estimate["N_exponent"] == pytest.approx(0.5, abs=0.02)
+    _, out, _ = run("fit", "isoflop", "--runs", str(bowls), "--curve", "parabola", "--json")
+    assert json.loads(out)["interval"] is None and json.loads(out)["estimate"]["N_exponent"] == pytest.approx(0.5)
+    _, out, _ = run("fit", "backtest", "--runs", str(grid_path), "--level", "0.8", "--json")
+    assert json.loads(out) == json.loads(backtest(load_table(grid_path), level=0.8).to_json())
+    _, out, _ = run("fit", "law", "--runs", str(grid_path), "--level", "0.999", "--draws", "200")
+    assert "  99.9% interval: cluster bootstrap" in out and "warning few-draws: " in out
 
 
 def test_what_a_person_looks_for_is_on_the_screen(tmp_path: Path, run: Callable[..., tuple[int, str, str]]) -> None:

@@ -306,6 +306,28 @@ def test_absolute_values_are_certified_at_their_vertex() -> None:
         assert worse > fitted.objective
 
 
+# Seeds of noise with which rounded absolute values crawl along a curved valley for 1,000 steps.
+@pytest.mark.parametrize(("sd", "seed"), [(0.01, 37), (0.04, 49), (0.1, 40), (0.3, 18), (0.3, 56)])
+@pytest.mark.parametrize("log", [True, False])
+@pytest.mark.filterwarnings("error")
+def test_absolute_values_are_finished_in_a_curved_valley(sd: float, seed: int, log: bool) -> None:
+    cost = np.repeat(list(NOISY), 2)
+    losses = (1.7 + 266 * cost**-0.1757) * np.exp(np.random.default_rng(seed).normal(0, sd, 8))
+    fitted = solve(get_law("power"), {"C": cost}, losses, np.ones(8), loss="l1", log=log)
+    assert fitted.status in ("converged", "bound-hit", "multimodal")
+    assert fitted.certificate["converged"] is True
+    low, high = fitted.goal.low_P, fitted.goal.high_P
+
+    def elsewhere(phi: np.ndarray) -> float:
+        clipped = np.clip(phi, low, high)
+        return float(np.sum(np.abs(residuals(fitted.model, clipped[None], losses[None], log=log))))
+
+    assert elsewhere(fitted.phi_P) == pytest.approx(fitted.objective, rel=1e-12)
+    for step in np.random.default_rng(1).normal(0, 0.1, (2, 3)):
+        theirs = minimize(elsewhere, fitted.phi_P + step, method="Nelder-Mead", options={"maxiter": 2000}).fun
+        assert fitted.objective <= theirs * (1 + 1e-12)
+
+
 def test_one_fit_and_many_refits_cost_less_than_scipy() -> None:
     """CPU time against scipy's curve_fit from a good start, in one process: ratios only."""
     table = grid(sd=0.005, sizes=15)
