@@ -147,7 +147,7 @@ def complete(table: pd.DataFrame) -> pd.DataFrame:
         If it has no rows, or lacks ``val_loss``.
     """
     if len(table) == 0:
-        raise TableError("the table holds no run; nothing to report (check --where and --sweep)")
+        raise TableError("the table holds no run; nothing to report (check --where)")
     if "val_loss" not in table.columns:
         have = ", ".join(map(str, table.columns))
         raise TableError(f"column 'val_loss' is missing; the table has: {have}; name it with --columns")
