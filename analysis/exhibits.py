@@ -39,8 +39,8 @@ def speedups(found: Findings) -> Picture | None:
         section="speedups",
         title="Speedup by scale",
         caption=f"Iso-loss speedup over {found.baseline} at each scale, {shown[0].level:.0%} intervals. Hollow: "
-        f"the baseline's "
-        f"law is extrapolated there. Dashed: trend with compute.{dropped_text(len(found.dropped))}",
+        "the baseline's law is extrapolated there. Dashed: trend with compute. Intervals far wider than the points "
+        f"differ are cut at the edge.{dropped_text(len(found.dropped))}",
         alt="; ".join(f"{s.method}: {s.mean:.3g} on average" for s in shown) + ".",
         draw=lambda width: speeds.speedup_by_scale(shown, baseline=found.baseline or "", width_in=width),
         data=pd.DataFrame(rows),

@@ -55,9 +55,9 @@ def seed_deltas(
         height = max(1.9, 0.9 + 0.27 * len(rows) + (0 if one_place else 0.12 * len(methods)))
         figure = Figure(figsize=(width_in, height), layout="constrained")
         axes = [figure.subplots()]
+        short = style.short_names(methods, 14 if narrow else 26)
         names = [
-            style.shorten(delta.method, 14 if narrow else 26)
-            + ("" if one_place else f" · {style.shorten(delta.size, 10 if narrow else 16)}")
+            short[delta.method] + ("" if one_place else f" · {style.shorten(delta.size, 10 if narrow else 16)}")
             for delta in rows
         ]
         _panel(axes[0], rows, look, noise_sd, names, gaps=not one_place)

@@ -33,6 +33,12 @@ RUN_COLUMNS: Final = (
 )
 _CONVENTIONS: Final = {
     ("currency", "flops"): "compute is counted in FLOPs of training",
+    ("currency", "tokens"): "compute is counted in training tokens",
+    ("currency", "seconds"): "compute is counted in seconds of training",
+    ("currency", "gpu_hours"): "compute is counted in GPU hours of training",
+    ("difference", "method minus baseline"): "differences are the method's loss minus the baseline's",
+    ("pairing", "paired"): "runs of one seed are paired",
+    ("pairing", "unpaired"): "runs are not paired by seed",
     ("asymptote", "shared"): "both laws have the same loss E that no compute goes below",
     ("asymptote", "free"): "each law has its own loss E that no compute goes below",
     ("mean", "geometric"): "geometric mean over scales",
@@ -87,10 +93,9 @@ def speedups(found: Sequence[Speedup], *, baseline: str, conventions: Mapping[st
     )
     level = found[0].level if found else 0.95
     way = found[0].interval_method if found else ""
-    currency = found[0].currency if found else "flops"
     caption = (
         f"How many times the compute {baseline} needs to reach the same loss: geometric mean over scales, "
-        f"{level:.0%} interval{f' ({way})' if way else ''}; currency: {currency}. {convention_text(conventions)}"
+        f"{level:.0%} interval{f' ({way})' if way else ''}. {convention_text(conventions)}"
         f"{dropped_text(dropped)} Bold: better than all others by more than the noise; = not distinguishable from "
         f"the best."
     )
