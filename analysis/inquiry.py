@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeVar
 import pandas as pd
 
 from scaling.analysis import digits
-from scaling.analysis.arms import at_best_rate, by_condition, by_option
+from scaling.analysis.arms import at_best_rate, by_condition, by_option, natural
 from scaling.analysis.findings import NOISE, Failure, Findings, by_parameters
 from scaling.analysis.readings import OVER_SIZES, Curve, Delta, Noise, Speedup, read_deltas, read_noise, read_speedup
 from scaling.analysis.result import Caution, Result
@@ -260,8 +260,8 @@ def _deltas(runs: pd.DataFrame, baseline: str, log: _Log) -> tuple[Delta, ...]:
 
 
 def _by_size(deltas: tuple[Delta, ...], runs: pd.DataFrame) -> tuple[Delta, ...]:
-    """Methods as they come, sizes smallest first, the mean over them last."""
-    methods = list(dict.fromkeys(delta.method for delta in deltas))
+    """Methods in order of name, sizes smallest first, the mean over them last."""
+    methods = sorted({delta.method for delta in deltas}, key=natural)
     order = {size: place for place, size in enumerate(by_parameters(runs))}
     last = len(order)
 
@@ -310,7 +310,7 @@ def _needs(deltas: Sequence[Delta], log: _Log) -> list[str]:
         return []
     lines = []
     sd = float(floor.estimate["seed_sd"])
-    for delta in open_[:_MOST_NEEDS]:
+    for delta in sorted(open_, key=lambda delta: -abs(delta.mean))[:_MOST_NEEDS]:
         scales = max(1, sum(other.method == delta.method and other.size != OVER_SIZES for other in deltas))
         question = partial(noise_power, sd=sd, difference=abs(delta.mean), scales=(scales,), seeds=(3,))
         power = log.ask(f"What it takes to judge {delta.method}", question, floor)

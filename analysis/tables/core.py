@@ -167,7 +167,7 @@ def seed_deltas(found: Sequence[Delta], *, baseline: str, dropped: int = 0) -> T
             Column(key="method", label="method"),
             Column(key="size", label="size"),
             Column(key="delta", label="loss difference [interval] (nats)", kind="estimate"),
-            Column(key="n", label="pairs" if any(d.paired for d in found) else "runs of each", kind="integer"),
+            Column(key="n", label="pairs" if any(d.paired for d in found) else "runs, the fewer", kind="integer"),
             Column(key="test", label="test"),
             Column(key="p", label="p", kind="number", digits=2),
             Column(key="p_adjusted", label="p, adjusted", kind="number", digits=2),
@@ -186,8 +186,8 @@ def seed_deltas(found: Sequence[Delta], *, baseline: str, dropped: int = 0) -> T
     how = (
         f"Loss of a method minus {baseline}'s with the same seed (same token order, same initial values), {many} a cell"
         if paired
-        else f"Mean loss of a method minus {baseline}'s, {many} of a method; runs are not paired by seed (no seeds in "
-        "common, or no correlation between runs that share one)"
+        else f"Mean loss of a method minus {baseline}'s, {many} on the side with fewer; runs are not paired by seed "
+        "(no seeds in common, or no correlation between runs that share one)"
     )
     methods = len({delta.method for delta in found})
     luck = f" p, adjusted: for {methods} methods compared with one baseline (Dunnett)." if methods > 1 else ""
@@ -240,7 +240,12 @@ def convention_text(conventions: Mapping[str, str]) -> str:
     >>> convention_text({"N": "non-embedding", "asymptote": "shared"})
     'Conventions: N non-embedding; both laws have the same loss E that no compute goes below.'
     """
-    told = [_CONVENTIONS.get((key, value), f"{key} {value}") for key, value in conventions.items()]
+    told = [
+        f"runs are of one setting where they agree in {value}"
+        if key == "configuration"
+        else _CONVENTIONS.get((key, value), f"{key} {value}")
+        for key, value in conventions.items()
+    ]
     return f"Conventions: {'; '.join(told)}." if told else ""
 
 

@@ -80,8 +80,8 @@ def inside(figure: Figure) -> None:
         for text, box in written:
             assert box.x0 >= whole.x0 - 1 and box.x1 <= whole.x1 + 1, text
             assert box.y0 >= whole.y0 - 1 and box.y1 <= whole.y1 + 1, text
-        for (text, box), (other, near) in itertools.combinations(written, 2):
-            assert not box.overlaps(near), f"{text!r} lies on {other!r}"
+        for (text, box), (covered, under) in itertools.combinations(written, 2):
+            assert not box.overlaps(under), f"{text!r} lies on {covered!r}"
         for spine in (axis.xaxis, axis.yaxis):
             low, high = sorted(spine.get_view_interval())
             boxes = []
@@ -255,7 +255,7 @@ def test_equal_losses_of_two_methods_do_not_hide_one_another(planted: ModuleType
         cells = gather(table, ["size", "method", axis_of], within=["size", "method"])
         with style.context():
             axis = draw(cells, sizes=list(table["size"].unique())).axes[0]
-        lines = [tuple(line.get_xdata()) for line in axis.lines if len(line.get_xdata()) == 2]
+        lines = [x for line in axis.lines if len(x := tuple(np.asarray(line.get_xdata(), dtype=float))) == 2]
         assert len(lines) == 2 and not set(lines[0]) & set(lines[1])
 
 
