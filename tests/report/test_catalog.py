@@ -136,6 +136,9 @@ def test_published_values_are_the_papers() -> None:
 
 def test_published_and_own_values_stand_in_columns_of_their_own(planted: ModuleType) -> None:
     found = planted.findings(planted.table())
+    main = catalog.table(found, "published-main")
+    assert "note" not in {column.key for column in main.columns} and "Note: one seed; validation" in main.caption
+    assert "note" in {column.key for column in catalog.table(found, "published-throughput").columns}
     for topic in TOPICS:
         table = beside.published(topic, found)
         assert list(table.frame["published"]) == [fact.value for fact in facts(topic)]
