@@ -61,7 +61,8 @@ def group_near(values: Floats, factor: float = SAME_SCALE) -> NDArray[np.intp]:
     array([1, 0, 1])
     """
     order = np.argsort(values, kind="stable")
-    jumps = np.concatenate([[0], (np.diff(np.log(values[order])) > np.log(factor)).astype(np.intp)])
+    logs = np.log(np.maximum(values[order], np.finfo(np.float64).tiny))  # what is not positive is one group of its own
+    jumps = np.concatenate([[0], (np.diff(logs) > np.log(factor)).astype(np.intp)])
     out = np.empty(len(values), dtype=np.intp)
     out[order] = np.cumsum(jumps)
     return out
@@ -107,7 +108,9 @@ def _span(values: Floats) -> str:
     ('1.01e+09', '1e+09 to 1.1e+09')
     """
     low, high = float(values.min()), float(values.max())
-    return f"{low:.4g} to {high:.4g}" if high > SAME_SCALE * low else f"{np.exp(np.mean(np.log(values))):.4g}"
+    if low <= 0 or high <= SAME_SCALE * low:
+        return f"{np.exp(np.mean(np.log(values))):.4g}" if low > 0 else f"{high:.4g}"
+    return f"{low:.4g} to {high:.4g}"
 
 
 def size_key(label: str) -> tuple[str, float, str]:

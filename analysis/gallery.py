@@ -108,7 +108,8 @@ def deltas(found: Findings) -> Picture | None:
 
 def noise(found: Findings) -> Picture | None:
     """Effects against the noise."""
-    if len(found.noises) + len(found.deltas) < 2:  # a single point is no picture; the table has it
+    drawn = [noise.sd for noise in found.noises if noise.sd > 0] + [d.mean for d in found.deltas if d.mean != 0]
+    if len(drawn) < 2:  # a single point is no picture; the table has it
         return None
     rows = [{"what": n.label, "sd_or_effect": n.sd, "low": n.low, "high": n.high, "n": n.n} for n in found.noises]
     rows += [

@@ -206,4 +206,4 @@ def _differences(
                 )
     axis.axhline(0, color=style.SOFT, linewidth=0.8)
     axis.yaxis.set_major_formatter(style.plain_ticks())
-    axis.set_ylabel(f"loss minus {style.shorten(baseline, 14)}'s law")
+    axis.set_ylabel(f"loss minus {style.shorten(baseline, 12)}'s law", fontsize=8)

@@ -252,11 +252,10 @@ def legend(
 
 def shorten(name: str, limit: int = 26) -> str:
     """A long name, cut in the middle, with mathematics switched off."""
-    safe = name.replace("$", r"\$").replace("\n", " ")
-    if len(safe) <= max(limit, 12):
-        return safe
-    tail = max(limit, 12) // 3
-    return f"{safe[: max(limit, 12) - tail - 1]}…{safe[-tail:]}"
+    plain, most = name.replace("\n", " "), max(limit, 12)
+    if len(plain) > most:
+        plain = f"{plain[: most - most // 3 - 1]}…{plain[-(most // 3) :]}"
+    return plain.replace("$", r"\$")
 
 
 def short_names(names: Iterable[str], limit: int = 26) -> dict[str, str]:

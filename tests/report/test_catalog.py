@@ -228,6 +228,23 @@ def test_alike_names_stay_apart_when_shortened(planted: ModuleType) -> None:
                 assert any(part in text for text in told), (name, told)
 
 
+def test_a_dollar_in_a_cut_name_is_still_a_dollar() -> None:
+    for limit in range(12, 30):
+        text = style.shorten("Adam $x$ with a long tail $y$ of dollars $", limit)
+        assert text.count("$") == text.count(r"\$") and len(text.replace(r"\$", "$")) <= limit
+
+
+def test_letters_without_a_glyph_are_told_once_a_figure(
+    planted: ModuleType, caplog: pytest.LogCaptureFixture, recwarn: pytest.WarningsRecorder
+) -> None:
+    found = planted.findings(planted.table(methods=("baseline", "\u4f18\u5316")))
+    with style.context():
+        svg.encode(catalog.picture(found, "scaling-curves").draw(style.WIDE_IN), ("png", "svg"))
+    told = [record.message for record in caplog.records]
+    assert told == ["the font of figures lacks 2 letters of these names; boxes stand in their place"]
+    assert not [warning for warning in recwarn if "Glyph" in str(warning.message)]
+
+
 def test_one_kind_of_noise_alone_is_no_figure(planted: ModuleType) -> None:
     found = planted.findings(planted.table())
     assert catalog.FIGURES["noise-floor"].build(replace(found, noises=found.noises[-1:], deltas=())) is None
