@@ -56,11 +56,13 @@ def summarize(found: Findings) -> Summary:
         )
     else:
         unknown.append("The noise between seeds is unknown: no method was run twice at the same size and settings.")
+    decided = any(delta.verdict != "undecided" for delta in found.deltas)
+    unknown = [*_budgets(found), *unknown] if decided else [*unknown, *_budgets(found)]
     unknown.extend(grouped([failure for failure in found.failures if seed is not None or failure.what != NOISE]))
     return Summary(
         headline=_headline(found),
         shown=_cut(shown),
-        not_shown=_cut([*_budgets(found), *unknown, *_scope(found)]),
+        not_shown=_cut([*unknown, *_scope(found)]),
         needed=_cut(_needed(found)),
     )
 
@@ -169,7 +171,7 @@ def _budgets(found: Findings) -> list[str]:
     times = low if low == high else f"{low} to {high}"
     methods = len({delta.method for delta in found.deltas})
     who = f"{len(apart)} of {methods} methods" if len(apart) > _MOST_PLACES else _listed(list(apart), _MOST_PLACES)
-    where = " at one size" if found.sizes else ""
+    where = " at the same size" if found.sizes else ""
     return [
         f"Whether a difference of loss is the method's alone: {who} saw {times} the tokens of {found.baseline}{where}, "
         "and more tokens lower the loss too."

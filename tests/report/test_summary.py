@@ -21,7 +21,7 @@ def test_the_summary_says_where_tokens_differ_too(planted: ModuleType) -> None:
     more = runs.assign(tokens=(runs["tokens"].astype(float) * factor).astype("int64"))
     told = summarize(inquire(more)).not_shown
     assert (
-        "Whether a difference of loss is the method's alone: mhar saw 1.50× the tokens of baseline at one size"
+        "Whether a difference of loss is the method's alone: mhar saw 1.50× the tokens of baseline at the same size"
         in told[0]
     )
 
