@@ -251,6 +251,18 @@ def test_one_kind_of_noise_alone_is_no_figure(planted: ModuleType) -> None:
     assert catalog.TABLES["noise"].build(replace(found, noises=found.noises[-1:], deltas=())) is not None
 
 
+def test_many_effects_have_a_row_a_method(planted: ModuleType) -> None:
+    runs = planted.table(sizes=6, methods=("baseline", *(f"m{i}" for i in range(9))), sigma=0.02)
+    found = inquire(runs)
+    assert len(found.deltas) == 9 * 7
+    picture = catalog.picture(found, "noise-floor")
+    told = picture.data["what"].tolist()
+    assert [text for text in told if text.startswith("m")] == [f"m{i} at all sizes" for i in range(9)]
+    assert picture.caption.endswith("Of 63 differences, one a method.")
+    with style.context():
+        assert picture.draw(style.WIDE_IN).get_figheight() < 6
+
+
 def test_a_tail_is_shaded_only_where_all_runs_end_together(planted: ModuleType) -> None:
     runs = planted.table(sizes=1)
     lines = planted.histories(runs)
