@@ -5,21 +5,20 @@ Between ``isoloss`` and the results of ``speedup`` and ``seeds``: extrapolation,
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import numpy as np
 
-from scaling.analysis.cells import order_scales, scale_labels
+from scaling.analysis.cells import Cell
 from scaling.analysis.inversion import Inverse
 from scaling.analysis.isoloss import IDENTICAL, Arms, Bools, Floats, Noise
 from scaling.analysis.result import Caution, Result
 from scaling.analysis.screen import Screened
 
-if TYPE_CHECKING:
-    import pandas as pd
-
 # Cost beyond the baseline's range from which an extrapolation is called far.
 FAR = 10.0
+# Numbers of tokens within this factor count as one budget.
+SAME_TOKENS = 1.01
 IDENTICAL_TEXT = (
     "runs that differ by seed have equal losses: copies of one run, or seeds that change nothing; no interval"
 )
@@ -41,9 +40,7 @@ def refuse(kind: str, text: str, screened: Screened, **conventions: str) -> Resu
     )
 
 
-def speedup_cautions(
-    arms: Arms, inverse: Inverse, log_s: Floats, usable: Bools, noise: Noise, frame: pd.DataFrame
-) -> list[Caution]:
+def speedup_cautions(arms: Arms, inverse: Inverse, log_s: Floats, usable: Bools, noise: Noise) -> list[Caution]:
     out = []
     missing = [c.scale for c in arms.method if c.scale not in {b.scale for b in arms.baseline}]
     if missing:
@@ -82,27 +79,21 @@ def speedup_cautions(
             "the fitted asymptote is zero: the data show no curvature in log loss; extrapolated speedups depend on that"
         )
         out.append(Caution(code="bound-hit", message=text))
-    out += mixed_budgets(frame, [arms.baseline[0].method, arms.method[0].method])
+    out += mixed_budgets(arms.cells)
     return out
 
 
-def mixed_budgets(frame: pd.DataFrame, methods: list[str]) -> list[Caution]:
-    """Caution where methods of one scale were trained on different numbers of tokens."""
-    if "D" not in frame.columns or frame["D"].isna().any():
-        return []
-    part = frame[frame["method"].isin(methods)]
-    labels = scale_labels(part)
-    tokens = part.assign(_scale=labels).groupby("_scale")["D"].agg(["min", "max"])
-    places = order_scales(part, labels)
-    mixed = sorted((str(s) for s in tokens.index[tokens["max"] > 1.01 * tokens["min"]]), key=lambda s: places[s])
+def mixed_budgets(cells: Sequence[Cell]) -> list[Caution]:
+    """Caution where runs of one scale were trained on different numbers of tokens."""
+    known: dict[str, list[float]] = {}
+    for cell in cells:
+        known.setdefault(cell.scale, []).extend(cell.tokens)
+    factors = {scale: max(tokens) / min(tokens) for scale, tokens in known.items() if tokens}
+    mixed = [f"{scale} ({factor:.2f}x)" for scale, factor in factors.items() if factor > SAME_TOKENS]
     if not mixed:
         return []
-    return [
-        Caution(
-            code="mixed-token-budgets",
-            message=f"runs of one scale saw different numbers of tokens at {', '.join(mixed)}",
-        )
-    ]
+    text = f"runs of one scale saw different numbers of tokens at {', '.join(mixed)}"
+    return [Caution(code="mixed-token-budgets", message=text)]
 
 
 def extrapolation(arms: Arms, log_s: Floats) -> Floats:

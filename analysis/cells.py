@@ -36,13 +36,17 @@ MULTIPLES = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cell:
-    """Runs of one method at one scale, ordered by seed; ``x`` is their mean cost in the currency asked for."""
+    """Runs of one method at one scale, ordered by seed; ``x`` is their mean cost in the currency asked for.
+
+    ``tokens`` is what each was trained on, empty where a run of the table does not tell it.
+    """
 
     method: str
     scale: str
     x: float
     losses: Floats
     seeds: tuple[str, ...]
+    tokens: tuple[float, ...] = ()
 
     @property
     def mean(self) -> float:
@@ -62,7 +66,8 @@ def group_near(values: Floats, factor: float = SAME_SCALE) -> NDArray[np.intp]:
     array([1, 0, 1])
     """
     order = np.argsort(values, kind="stable")
-    jumps = np.concatenate([[0], (np.diff(np.log(values[order])) > np.log(factor)).astype(np.intp)])
+    logs = np.log(np.maximum(values[order], np.finfo(np.float64).tiny))  # what is not positive is one group of its own
+    jumps = np.concatenate([[0], (np.diff(logs) > np.log(factor)).astype(np.intp)])
     out = np.empty(len(values), dtype=np.intp)
     out[order] = np.cumsum(jumps)
     return out
@@ -80,7 +85,8 @@ def scale_labels(frame: pd.DataFrame, currency: str | None = None) -> list[str]:
             return ["all"] * len(frame)
         values = numbers(frame, name)
         index = group_near(values)
-        base = [f"{name}={np.exp(np.mean(np.log(values[index == g]))):.4g}" for g in index]
+        named = {g: f"{name}={_span(values[index == g])}" for g in set(index)}
+        base = [named[g] for g in index]
         if name == "D":
             return base
     if "D" not in frame.columns or frame["D"].isna().any():
@@ -98,6 +104,18 @@ def scale_labels(frame: pd.DataFrame, currency: str | None = None) -> list[str]:
             for row, g in zip(rows, index, strict=True):
                 out[row] = f"{scale} D={np.exp(np.mean(np.log(budgets[rows][index == g]))):.3g}"
     return out
+
+
+def _span(values: Floats) -> str:
+    """One number for values of one scale, or both ends where a chain of near neighbours has drawn it out.
+
+    >>> _span(np.array([1e9, 1.02e9])), _span(np.array([1e9, 1.05e9, 1.1e9]))
+    ('1.01e+09', '1e+09 to 1.1e+09')
+    """
+    low, high = float(values.min()), float(values.max())
+    if low <= 0 or high <= SAME_SCALE * low:
+        return f"{np.exp(np.mean(np.log(values))):.4g}" if low > 0 else f"{high:.4g}"
+    return f"{low:.4g} to {high:.4g}"
 
 
 def size_key(label: str) -> tuple[str, float, str]:
@@ -130,6 +148,8 @@ def make_cells(frame: pd.DataFrame, *, cost: str | None) -> dict[str, dict[str, 
     methods = frame["method"].to_numpy(dtype=str)
     losses = numbers(frame, "loss")
     costs = numbers(frame, cost) if cost else np.ones(len(frame))
+    tokens = numbers(frame, "D") if "D" in frame.columns and frame["D"].notna().all() else np.zeros(0)
+    told = len(tokens) > 0 and bool(np.all(tokens > 0))
     seeds = (
         frame["seed"].astype(str).to_numpy()
         if "seed" in frame.columns
@@ -148,6 +168,7 @@ def make_cells(frame: pd.DataFrame, *, cost: str | None) -> dict[str, dict[str, 
                     x=float(np.exp(np.mean(np.log(costs[rows])))),
                     losses=losses[rows],
                     seeds=tuple(str(s) for s in seeds[rows]),
+                    tokens=tuple(map(float, tokens[rows])) if told else (),
                 )
             )
         found.sort(key=lambda c: (c.x if cost else 0.0, places[c.scale]))

@@ -71,7 +71,7 @@ def _read(source: str | Path) -> pd.DataFrame:
         return read_runs(text).table
     path = Path(text)
     if not path.is_file():
-        raise TableError(f"{text}: no such file; --runs takes a .parquet or .csv file or an MLflow store's address")
+        raise TableError(f"{text}: no such file; runs come from a .parquet or .csv file, or an MLflow store's address")
     suffixes = [s for s in path.suffixes if s not in (".gz", ".xz", ".zst", ".bz2")]
     kind = suffixes[-1] if suffixes else ""
     try:

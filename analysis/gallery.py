@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Final
 
 import pandas as pd
 from matplotlib.figure import Figure
@@ -18,7 +19,10 @@ from scaling.analysis.figures.deltas import seed_deltas
 from scaling.analysis.figures.losses import TAIL_EVALUATIONS, loss_curves
 from scaling.analysis.figures.noises import noise_floor
 from scaling.analysis.findings import Findings
+from scaling.analysis.readings import OVER_SIZES
 from scaling.analysis.tables.core import convention_text, dropped_text
+
+_MOST_EFFECTS: Final = 40  # rows of differences in one figure
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,7 +45,11 @@ def curves(found: Findings) -> Picture | None:
     if data.empty:
         return None
     baseline = found.baseline
-    base = f" Lower panel: the same minus {baseline}'s law." if baseline in found.curves else ""
+    base = (
+        f" Lower panel: the same minus {baseline}'s law, over the range of its runs."
+        if baseline in found.curves
+        else ""
+    )
     level = found.speedups[0].level if found.speedups else 0.95
     arrows = (
         f" An arrow runs from a method's loss to where {baseline}'s law has the same loss; its length is the "
@@ -105,12 +113,18 @@ def deltas(found: Findings) -> Picture | None:
 
 def noise(found: Findings) -> Picture | None:
     """Effects against the noise."""
-    if not found.noises:
+    effects = list(found.deltas)
+    if len(effects) > _MOST_EFFECTS:  # the mean over sizes of each method, or its last size
+        last = {delta.method: delta for delta in effects}
+        effects = list({**last, **{delta.method: delta for delta in effects if delta.size == OVER_SIZES}}.values())
+    few = f" Of {len(found.deltas)} differences, one a method." if len(effects) < len(found.deltas) else ""
+    drawn = [noise.sd for noise in found.noises if noise.sd > 0] + [d.mean for d in effects if d.mean != 0]
+    if len(drawn) < 2:  # a single point is no picture; the table has it
         return None
     rows = [{"what": n.label, "sd_or_effect": n.sd, "low": n.low, "high": n.high, "n": n.n} for n in found.noises]
     rows += [
         {"what": f"{d.method} at {d.size}", "sd_or_effect": abs(d.mean), "low": d.low, "high": d.high, "n": d.n}
-        for d in found.deltas
+        for d in effects
     ]
     return Picture(
         name="noise-floor",
@@ -118,12 +132,12 @@ def noise(found: Findings) -> Picture | None:
         title="Effects against the noise",
         caption="Standard deviations of the loss by kind of noise, with intervals. The dashed line is seed noise, "
         "which alone judges methods."
-        if not found.deltas
+        if not effects
         else "Above: standard deviations of the loss by kind of noise. Below: absolute mean differences between "
-        "methods; "
-        "filled where the interval leaves out zero. The shaded band is seed noise, which alone judges methods.",
+        "methods; filled where the interval leaves out zero. The shaded band is seed noise, that of single runs, which "
+        "alone judges methods: a mean over many seeds, or over pairs of one seed, can be sure of less." + few,
         alt="; ".join(f"{n.label}: {n.sd:.2g} nats" for n in found.noises) + ".",
-        draw=lambda width: noise_floor(found.noises, found.deltas, baseline=found.baseline or "", width_in=width),
+        draw=lambda width: noise_floor(found.noises, effects, baseline=found.baseline or "", width_in=width),
         data=pd.DataFrame(rows),
     )
 
@@ -140,13 +154,14 @@ def losses(found: Findings) -> Picture | None:
     tail = int(known.median()) if len(known) else TAIL_EVALUATIONS
     whose = "the tail mean of these runs averages" if len(known) else "the MHAR paper's tail mean averages"
     evaluations = int(data.groupby("run_key", observed=True)["step"].nunique().max())
-    window = f" Shaded: the last {tail} evaluations, which {whose}." if evaluations > tail > 1 else ""
+    last = f" Shaded, where all runs of a panel end together: the last {tail} evaluations, which {whose}."
+    window = last if evaluations > tail > 1 else ""
     return Picture(
         name="loss-curves",
         section="losses",
         title="Loss during training",
-        caption="Held-out loss of each run by step, one panel a size; beyond 24 runs a panel, each method's mean and "
-        f"range.{window} The steep fall of the first steps is cut off.",
+        caption="Held-out loss of each run by step, one panel a size; beyond 24 runs a panel, each method's mean "
+        f"and, of up to five methods, range.{window} The steep fall of the first steps is cut off.",
         alt=f"Loss curves of {data['run_key'].nunique()} runs.",
         draw=lambda width: loss_curves(found.compared, histories, baseline=found.baseline, tail=tail, width_in=width),
         data=data[["run_key", "step", "value"]],

@@ -14,21 +14,20 @@ from typing import TYPE_CHECKING, TypeVar
 import pandas as pd
 
 from scaling.analysis import digits
-from scaling.analysis.arms import at_best_rate, by_condition, by_option
+from scaling.analysis.arms import at_best_rate, by_condition, by_option, natural
 from scaling.analysis.findings import NOISE, Failure, Findings, by_parameters
 from scaling.analysis.readings import OVER_SIZES, Curve, Delta, Noise, Speedup, read_deltas, read_noise, read_speedup
 from scaling.analysis.result import Caution, Result
-from scaling.analysis.schema import COLUMNS
 from scaling.analysis.supplements import Supplements
 from scaling.analysis.tails import tail_noises
-from scaling.errors import ScalingError, TableError, nearest
+from scaling.analysis.whole import complete, pick_baseline
+from scaling.errors import ScalingError
 
 if TYPE_CHECKING:
     from scaling.analysis.cells import Cell
 
 T = TypeVar("T")
 _Speedups = tuple[tuple[Speedup, ...], Mapping[str, Curve]]
-DEFAULT_BASELINE = "baseline"
 BEST_RATE = Caution(
     code="best-learning-rate",
     message="laws and speedups see each method at the learning rate with its least mean loss at each size; the "
@@ -137,52 +136,11 @@ def inquire(
     )
 
 
-def complete(table: pd.DataFrame) -> pd.DataFrame:
-    """The table with every column of the schema, missing ones empty, other ones kept at the end.
-
-    Runs without a column ``method`` are of one, ``all runs``.
-
-    Raises
-    ------
-    TableError
-        If it has no rows, or lacks ``val_loss``.
-    """
-    if len(table) == 0:
-        raise TableError("the table holds no run; nothing to report (check --where and --sweep)")
-    if "val_loss" not in table.columns:
-        have = ", ".join(map(str, table.columns))
-        raise TableError(f"column 'val_loss' is missing; the table has: {have}; name it with --columns")
-    runs = table.copy()
-    if "method" not in runs.columns:
-        runs["method"] = "all runs"
-    for name, kind in COLUMNS.items():
-        if name not in runs.columns:
-            runs[name] = pd.Series(pd.NA, index=runs.index, dtype=kind) if kind != "float64" else float("nan")
-    if runs["run_key"].isna().any():
-        runs["run_key"] = (
-            runs["run_key"]
-            .astype("string")
-            .fillna(pd.Series([f"row {i}" for i in range(len(runs))], index=runs.index, dtype="string"))
-        )
-    known = list(COLUMNS)
-    return runs[[*known, *(c for c in runs.columns if c not in COLUMNS)]].reset_index(drop=True)
-
-
 def _plain(histories: pd.DataFrame | None) -> pd.DataFrame | None:
     """Histories with text where ingestion keeps categories, whose groups would include those without rows."""
     if histories is None:
         return None
     return histories.assign(run_key=histories["run_key"].astype(str), metric=histories["metric"].astype(str))
-
-
-def pick_baseline(runs: pd.DataFrame, wanted: str | None) -> str | None:
-    """The baseline's name: the wanted one, else ``baseline`` where it is a method, else ``None``."""
-    methods = sorted(runs["method"].dropna().unique())
-    if wanted is None:
-        return DEFAULT_BASELINE if DEFAULT_BASELINE in methods else None
-    if wanted not in methods:
-        raise TableError(f"baseline {wanted!r} is not a method of the table; {nearest(wanted, methods)}")
-    return wanted
 
 
 def _screened(runs: pd.DataFrame, log: _Log) -> set[int]:
@@ -261,8 +219,8 @@ def _deltas(runs: pd.DataFrame, baseline: str, log: _Log) -> tuple[Delta, ...]:
 
 
 def _by_size(deltas: tuple[Delta, ...], runs: pd.DataFrame) -> tuple[Delta, ...]:
-    """Methods as they come, sizes smallest first, the mean over them last."""
-    methods = list(dict.fromkeys(delta.method for delta in deltas))
+    """Methods in order of name, sizes smallest first, the mean over them last."""
+    methods = sorted({delta.method for delta in deltas}, key=natural)
     order = {size: place for place, size in enumerate(by_parameters(runs))}
     last = len(order)
 
@@ -311,7 +269,7 @@ def _needs(deltas: Sequence[Delta], log: _Log) -> list[str]:
         return []
     lines = []
     sd = float(floor.estimate["seed_sd"])
-    for delta in open_[:_MOST_NEEDS]:
+    for delta in sorted(open_, key=lambda delta: -abs(delta.mean))[:_MOST_NEEDS]:
         scales = max(1, sum(other.method == delta.method and other.size != OVER_SIZES for other in deltas))
         question = partial(noise_power, sd=sd, difference=abs(delta.mean), scales=(scales,), seeds=(3,))
         power = log.ask(f"What it takes to judge {delta.method}", question, floor)

@@ -138,7 +138,7 @@ def fit_baseline(
         raise FitError(
             f"too-few-scales: baseline {baseline[0].method!r} has {scales} scale{'s' * (scales != 1)}; inverting "
             "its law needs 3 "
-            "(2 with a given asymptote): add sizes or give --asymptote"
+            "(2 with a given asymptote): add sizes, or give one with `scaling compare speedup --asymptote`"
         )
     losses = [c.mean for c in baseline]
     order = np.argsort([c.x for c in baseline])

@@ -1,7 +1,7 @@
 """The report as a LaTeX document that includes the tables and figures written beside it.
 
-After ``page``'s sections, before ``report``. It compiles with pdflatex in the folder ``latex`` and needs booktabs,
-geometry, graphicx and hyperref.
+After ``page``'s sections, before ``report``. It compiles with pdflatex (and lualatex) in the folder ``latex`` and needs
+booktabs, geometry, graphicx, hyperref and iftex. pdflatex writes letters that it has no font for as their code points.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ from typing import Final
 
 from scaling.analysis.page import Section
 from scaling.analysis.summary import Summary
-from scaling.analysis.tables.render import latex_text
+from scaling.analysis.tables.render import latex, latex_text
 from scaling.analysis.tables.table import Table
 
 _MOST_ROWS: Final = 60  # a longer table is left to its CSV: it does not fit a page
+_KNOWN: Final = frozenset("–—‘’“”„…€")  # beyond the Latin letters, what pdflatex sets without being told
 _FIT: Final = r"width=\textwidth,height=.8\textheight,keepaspectratio"
 _PREAMBLE: Final = r"""\documentclass[10pt]{article}
 \usepackage[T1]{fontenc}
@@ -23,6 +24,7 @@ _PREAMBLE: Final = r"""\documentclass[10pt]{article}
 \usepackage{graphicx}
 \usepackage[a4paper,margin=2cm]{geometry}
 \usepackage{hyperref}
+\usepackage{iftex}
 \setlength{\parindent}{0pt}
 \setlength{\parskip}{4pt}
 """
@@ -60,7 +62,18 @@ def document(title: str, summary: Summary, sections: Sequence[Section]) -> str:
             rows = [rf"\item[{{{latex_text(term)}}}] {latex_text(text)}" for term, text in section.entries]
             parts.append("\n".join([r"\begin{description}", *rows, r"\end{description}"]))
         parts.append(r"\clearpage" if section.pictures or section.tables else "")
-    return "\n\n".join(part for part in parts if part) + "\n\n\\end{document}\n"
+    text = "\n\n".join(part for part in parts if part) + "\n\n\\end{document}\n"
+    included = [latex(t) for section in sections for t in section.tables if len(t.frame) <= _MOST_ROWS]
+    return text.replace(r"\begin{document}", _letters("".join([text, *included])) + r"\begin{document}", 1)
+
+
+def _letters(text: str) -> str:
+    """Declarations for pdflatex of letters that its fonts lack, from the Greek ones on; lualatex has its own fonts."""
+    codes = sorted({ord(letter) for letter in text if ord(letter) >= 0x370 and letter not in _KNOWN})
+    if not codes:
+        return ""
+    lines = [rf"\DeclareUnicodeCharacter{{{code:04X}}}{{[U+{code:04X}]}}" for code in codes]
+    return "\n".join([r"\ifPDFTeX", *lines, r"\fi", ""])
 
 
 def _include(table: Table) -> str:

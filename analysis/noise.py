@@ -91,8 +91,8 @@ def noise_floor(
     if not groups:
         raise FitError(
             f"noise floor: no configuration ({', '.join(columns) or 'all rows'}) has {max(min_runs, 2)} or more "
-            "runs; repeat "
-            "one configuration with other seeds, or name the columns that define one with --by"
+            "runs; repeat one configuration with other seeds, or name the columns that define one with "
+            "`scaling noise floor --by`"
         )
     if "size" in frame.columns and frame["size"].notna().all():
         places = order_scales(frame, list(frame["size"].astype(str)))

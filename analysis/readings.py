@@ -80,6 +80,7 @@ class Delta:
     rho: float | None
     paired: bool
     smallest_sign_flip_p: float | None
+    token_ratio: float | None = None  # training tokens over the baseline's, where both are known
 
     @property
     def verdict(self) -> Literal["lower", "higher", "undecided"]:
@@ -155,6 +156,7 @@ def read_deltas(method: str, result: Result) -> tuple[Delta, ...]:
                 rho=rho,
                 paired=paired,
                 smallest_sign_flip_p=_finite(entry["sign_flip_floor"]),
+                token_ratio=_finite(entry["token_ratio"]),
             )
         )
     joint = details.get("joint")

@@ -38,6 +38,7 @@ GLOSSARY: Final = (
         "How much the final loss varies when nothing but the seed changes. The only noise that judges methods.",
     ),
     ("N, non-embedding", "Parameters without the token embedding table."),
+    ("D", "Tokens a run was trained on; text that is read again counts again."),
     (
         "FLOPs",
         "Floating-point operations of training, counted exactly from the shapes (matrix products, causal "
@@ -47,6 +48,7 @@ GLOSSARY: Final = (
 )
 
 
+_MOST_ALIKE: Final = 2
 _PUBLISHED: Final = (
     "Numbers that papers published for methods of the same name. They were measured on other data, with other "
     "budgets and "
@@ -107,7 +109,12 @@ def sections(found: Findings, pictures: Sequence[Picture], origin: Mapping[str, 
             intro=(_PUBLISHED,) if topics else (),
             tables=tables(*topics),
         ),
-        Section(anchor="methods", title="Methods and conventions", intro=_methods(found), entries=GLOSSARY),
+        Section(
+            anchor="methods",
+            title="Methods and conventions",
+            intro=_methods(found),
+            entries=(*_own_methods(found), *GLOSSARY),
+        ),
         Section(
             anchor="dropped",
             title="Runs left out",
@@ -133,9 +140,32 @@ def _methods(found: Findings) -> tuple[str, ...]:
     for kind, what in (("speedup", "Speedups"), ("seeds", "Loss differences"), ("noise", "Noise")):
         if told := found.conventions_of(kind):
             lines.append(f"{what}. {core.convention_text(told)}")
-    lines += [f"{name}: {caution}" for name, caution in _cautions(found)]
-    return tuple(lines)
+    return (*lines, *_cautions(found))
 
 
-def _cautions(found: Findings) -> list[tuple[str, str]]:
-    return [("Caution", f"{caution.message}") for caution in found.cautions[:20]]
+def _cautions(found: Findings) -> list[str]:
+    """Cautions of one kind together, however many comparisons make them: two in full, with whose they are."""
+    kinds: dict[str, dict[str, list[str]]] = {caution.code: {caution.message: []} for caution in found.cautions}
+    for name, result in found.results.items():
+        for caution in result.warnings:
+            kinds.setdefault(caution.code, {}).setdefault(caution.message, []).append(name)
+    lines = []
+    for code, messages in kinds.items():
+        shown = list(messages.items())[:_MOST_ALIKE]
+        for message, names in shown:
+            more = f" and {len(names) - _MOST_ALIKE} more" if len(names) > _MOST_ALIKE else ""
+            whose = f" ({', '.join(names[:_MOST_ALIKE])}{more})" if names else ""
+            lines.append(f"Caution{whose}: {message}.")
+        if len(messages) > _MOST_ALIKE:
+            rest = len(messages) - _MOST_ALIKE
+            lines.append(f"Caution: {rest} more like the last; results.json has them under the code {code}.")
+    return lines
+
+
+def _own_methods(found: Findings) -> list[tuple[str, str]]:
+    """What the methods of runs trained with this tool are, from the first lines of their options' descriptions."""
+    if found.table["data_fingerprint"].isna().all():  # a table of another tool, whose names may mean something else
+        return []
+    there = set(found.table["method"].dropna())
+    told = {name: " ".join((options.__doc__ or "").split("\n\n")[0].split()) for name, options in METHODS.items()}
+    return [(name, text.replace("``", "'")) for name, text in told.items() if name in there and text]

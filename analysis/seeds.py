@@ -199,6 +199,7 @@ def _scale(m: Cell, b: Cell, pair: tuple[Floats, Floats], *, sd: float, sd_df: f
         "mean_method": m.mean,
         "mean_baseline": b.mean,
         "delta": m.mean - b.mean,
+        "token_ratio": float(np.mean(m.tokens) / np.mean(b.tokens)) if m.tokens and b.tokens else None,
         "pair_deltas": d.tolist(),
         "seeds": [s for s in m.seeds if s in b.seeds],
         "sign_flip_p": flip[0],
@@ -296,10 +297,15 @@ def _cautions(
         rho, p = details["pairing"]["rho"], details["pairing"]["p_one_sided"]
         why = "the given noise is of single runs" if p < CORRELATED else "not shown to differ from 0"
         text = f"runs of one seed correlate by {rho:.2f}, {why}: the unpaired test is used"
+        if np.isnan(rho):
+            text = (
+                "whether runs of one seed correlate cannot be measured (it takes 3 pairs that differ at one scale, or "
+                "2 at each of two): the unpaired test is used"
+            )
         out.append(Caution(code="pairing-not-used", message=text))
     p = details["pooled_sd"]["homogeneity_p"]
     if p is not None and p < HOMOGENEOUS:
         text = f"cells differ in spread (Levene p {p:.2g}): the pooled SD {sd:.3g} misstates single scales"
         out.append(Caution(code="unequal-variances", message=text))
-    out += mixed_budgets(screened.frame, [arms[0][0].method, arms[0][1].method])
+    out += mixed_budgets([cell for arm in arms for cell in arm])
     return out

@@ -17,6 +17,7 @@ from scaling.analysis.schema import CANONICAL
 from scaling.errors import TableError
 
 HISTORIES: Final = ("val/loss", "perf/tokens_per_s", "perf/mfu", "mem/peak_gib")  # what figures and tables draw
+FEWEST_POINTS: Final = 5  # of a curve by which copies of a run are known
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,7 +105,8 @@ def read(source: str, *, columns: str | None = None, where: Sequence[str] = (), 
         Comparisons that rows must satisfy.
     curves
         File of loss curves for a table without histories: columns ``run`` (or ``run_key``), ``step``, and one of
-        ``value``, ``loss``, ``val_loss``. The table tells its runs apart by a column of the same name.
+        ``value``, ``loss``, ``val_loss``. The table tells its runs apart by a column of the same name. Runs of one
+        curve are copies of one run: all but the first are left out of every analysis.
 
     Raises
     ------
@@ -124,7 +126,22 @@ def read(source: str, *, columns: str | None = None, where: Sequence[str] = (), 
     table = tidy(load_table(source, columns=columns, where=list(where)))
     if "run_key" not in table.columns and "run" in table.columns:
         table = table.rename(columns={"run": "run_key"})
-    return Source(table=table, histories=None if curves is None else read_curves(curves), dropped=())
+    histories = None if curves is None else read_curves(curves)
+    if histories is not None and "curve_hash" not in table.columns and "run_key" in table.columns:
+        table = table.assign(curve_hash=table["run_key"].astype("string").map(curve_hashes(histories)).astype("string"))
+    return Source(table=table, histories=histories, dropped=())
+
+
+def curve_hashes(histories: pd.DataFrame) -> dict[str, str]:
+    """Run -> hash of its curve, for curves long enough that two runs do not agree in all of it by chance."""
+    from scaling.tracking.conventions import curve_hash
+
+    found = {}
+    for run, points in histories.groupby("run_key", observed=True):
+        if len(points) >= FEWEST_POINTS:
+            pairs = zip(points["step"].astype(int), points["value"].astype(float), strict=True)
+            found[str(run)] = curve_hash({"val/loss": list(pairs)})
+    return found
 
 
 def tidy(table: pd.DataFrame) -> pd.DataFrame:

@@ -174,7 +174,7 @@ def _compare(
     mean = float(weights @ np.where(usable, log_s, 0.0))
     trend = float(contrast @ np.where(usable, log_s, 0.0) * np.log(10.0)) if contrast is not None else float("nan")
     boot = bootstrap(inverse, arms, noise, usable, costs, draws, rng) if draws > 1 and inversion == "law" else None
-    cautions += speedup_cautions(arms, inverse, log_s, usable, noise, frame)
+    cautions += speedup_cautions(arms, inverse, log_s, usable, noise)
     return _result(
         arms, screened, frame, inverse, noise, cautions, currency=currency, level=level, log_s=log_s, usable=usable,
         cov=cov, weights=weights, contrast=contrast, mean=mean, trend=trend, boot=boot, inversion=inversion,

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from scaling.analysis import digits
+from scaling.analysis.cautions import SAME_TOKENS
 from scaling.analysis.findings import NOISE, Findings, grouped
 from scaling.analysis.readings import OVER_SIZES, Delta, Speedup
 
@@ -25,6 +26,7 @@ class Summary:
     needed: tuple[str, ...]
 
 
+_TWO_RUNS = 1.96 * math.sqrt(2)  # SDs within which 95 of 100 differences of two equal runs lie
 _FEW_SCALES = 5
 _FEW_SEEDS = 3
 _MOST_LINES = 8
@@ -42,16 +44,20 @@ def summarize(found: Findings) -> Summary:
     seed = next((noise for noise in found.noises if noise.counts_for_methods), None)
     if seed is not None:
         band = (
-            f" ({digits.number(seed.low, digits=2)} to {digits.number(seed.high, digits=2)})"
+            f"{digits.number(seed.low, digits=2)} to {digits.number(seed.high, digits=2)}, "
             if seed.low and seed.high
             else ""
         )
         shown.append(
             f"Runs that differ in the seed alone differ by a standard deviation of {digits.number(seed.sd, digits=2)} "
-            f"nats per token{band} (from {seed.n} runs). Smaller differences between methods mean nothing."
+            f"nats per token ({band}from {seed.n:,} runs). Two single runs less than about "
+            f"{digits.number(_TWO_RUNS * seed.sd, digits=2)} apart may be of equal methods; means over several seeds, "
+            "and pairs of one seed, tell smaller differences."
         )
     else:
         unknown.append("The noise between seeds is unknown: no method was run twice at the same size and settings.")
+    decided = any(delta.verdict != "undecided" for delta in found.deltas)
+    unknown = [*_budgets(found), *unknown] if decided else [*unknown, *_budgets(found)]
     unknown.extend(grouped([failure for failure in found.failures if seed is not None or failure.what != NOISE]))
     return Summary(
         headline=_headline(found),
@@ -126,9 +132,10 @@ def _deltas(found: Findings, shown: list[str], unknown: list[str]) -> None:
         counts = sorted({delta.n for delta in deltas})
         runs = f"{counts[0]} run" if counts == [1] else f"{counts[0]} runs" if len(counts) == 1 else ""
         runs = runs or f"{counts[0]} to {counts[-1]} runs"
+        who = "each method" if len(counts) == 1 else f"the method or of {baseline}, whichever has fewer"
         each = "each of " if len(deltas) > 1 else ""
         names = _listed([delta.method for delta in deltas], _MOST_NAMES)
-        unknown.append(f"Whether {each}{names} differs from {baseline}{place}: with {runs} of a method, {why}.")
+        unknown.append(f"Whether {each}{names} differs from {baseline}{place}: with {runs} of {who}, {why}.")
 
 
 def _at_one_place(found: Findings, shown: list[str]) -> None:
@@ -139,13 +146,36 @@ def _at_one_place(found: Findings, shown: list[str]) -> None:
             names = _listed([f"{delta.method} ({_size(delta)})" for delta in sure], _MOST_NAMES)
             count = f"{len(sure)} of {len(found.deltas)} methods"
             shown.append(f"A {verdict} loss than {found.baseline} by more than the noise: {count}. {names}.")
-    expected = (1 - found.deltas[0].level) * len(found.deltas)
-    if expected >= 1 and shown:
+    alpha = 1 - found.deltas[0].level
+    expected = alpha * len(found.deltas)
+    decided = [delta for delta in found.deltas if delta.verdict != "undecided"]
+    if expected >= 1 and decided:
+        left = [delta for delta in decided if delta.p_adjusted is not None and delta.p_adjusted < alpha]
         adjusted = any(delta.p_adjusted is not None for delta in found.deltas)
         shown.append(
             f"{len(found.deltas)} methods were compared: if all were equal, about {expected:.0f} would stand here "
-            f"by luck" + ("; the column of adjusted p corrects for that." if adjusted else ".")
+            f"by luck" + (f"; p adjusted for that leaves {len(left)} of these {len(decided)}." if adjusted else ".")
         )
+
+
+def _budgets(found: Findings) -> list[str]:
+    """Where methods saw other numbers of tokens than the baseline, a difference of loss is not theirs alone."""
+    apart: dict[str, list[float]] = {}
+    for delta in found.deltas:
+        if delta.token_ratio is not None and not 1 / SAME_TOKENS < delta.token_ratio < SAME_TOKENS:
+            apart.setdefault(delta.method, []).append(delta.token_ratio)
+    if not apart:
+        return []
+    ratios = [ratio for of_method in apart.values() for ratio in of_method]
+    low, high = digits.speedup(min(ratios)), digits.speedup(max(ratios))
+    times = low if low == high else f"{low} to {high}"
+    methods = len({delta.method for delta in found.deltas})
+    who = f"{len(apart)} of {methods} methods" if len(apart) > _MOST_PLACES else _listed(list(apart), _MOST_PLACES)
+    where = " at the same size" if found.sizes else ""
+    return [
+        f"Whether a difference of loss is the method's alone: {who} saw {times} the tokens of {found.baseline}{where}, "
+        "and more tokens lower the loss too."
+    ]
 
 
 def _size(delta: Delta) -> str:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import logging
 import re
+import warnings
 from collections.abc import Iterable
 from typing import Any, Final
 
@@ -11,6 +13,8 @@ from matplotlib.figure import Figure
 
 from scaling.analysis.figures import style
 
+_LOG = logging.getLogger(__name__)
+_GLYPH: Final = re.compile(r"Glyph \d+ .*missing from font")
 # Dates and program versions are left out: the same runs give the same bytes.
 _METADATA: Final[dict[str, dict[str, Any]]] = {
     "png": {"Software": None},
@@ -30,13 +34,22 @@ _COLOR: Final = re.compile("|".join(_VARIABLES))
 
 def encode(figure: Figure, formats: Iterable[str]) -> dict[str, bytes]:
     """The figure in each format, laid out once (the layout costs more than the drawing)."""
-    figure.draw_without_rendering()
-    figure.set_layout_engine("none")
     encoded = {}
-    for fmt in formats:
-        buffer = io.BytesIO()
-        figure.savefig(buffer, format=fmt, metadata=_METADATA.get(fmt))
-        encoded[fmt] = buffer.getvalue()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        figure.draw_without_rendering()
+        figure.set_layout_engine("none")
+        for fmt in formats:
+            buffer = io.BytesIO()
+            figure.savefig(buffer, format=fmt, metadata=_METADATA.get(fmt))
+            encoded[fmt] = buffer.getvalue()
+    lacking = [warning for warning in caught if _GLYPH.match(str(warning.message))]
+    for warning in caught:
+        if warning not in lacking:
+            warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
+    if lacking:
+        letters = len({str(warning.message) for warning in lacking})
+        _LOG.warning("the font of figures lacks %d letters of these names; boxes stand in their place", letters)
     return encoded
 
 

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from scaling.kernels.hyper import HC, MHC, SOFTMAX_EPS, Rule, activate, logits, sinkhorn, sinkhorn_start
+from scaling.kernels.hyper import HC, MHC, SOFTMAX_EPS, Rule, activate, logits, sinkhorn, sinkhorn_start, tanh_slope
 from scaling.kernels.hyper_coefficients import fields_of_rows
 
 TOKENS = 32  # of a program
@@ -151,7 +151,7 @@ def _logits_kernel(
         projected = active
         if TANH:
             active = activate(projected, TANH)
-            outer *= 1.0 - active * active
+            outer *= tanh_slope(projected)
         _add_up(sum_ptr + K, logit_gradient * active, GROUPS, F, FP, TOKENS)
         factor = tl.load(factor_ptr + row, mask=row_mask, other=0.0)
         if KIND == HC:

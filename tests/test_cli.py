@@ -31,6 +31,14 @@ def test_descriptions_are_those_of_the_modules(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", PRESENT)
+def test_every_command_that_ends_takes_json(name: str) -> None:
+    made = command(name)
+    leaves = made.commands.values() if name in NOUNS else [made]
+    lacking = {f"{name} {leaf.name}" for leaf in leaves if not any("--json" in word.opts for word in leaf.params)}
+    assert lacking <= {"runs ui", "runs serve"}  # servers, which print no result
+
+
+@pytest.mark.parametrize("name", PRESENT)
 def test_every_command_has_help_with_an_example(name: str) -> None:
     made = command(name)
     leaves = made.commands.values() if name in NOUNS else [made]

@@ -18,7 +18,7 @@ from matplotlib.patheffects import withStroke
 from scaling.analysis.arms import natural
 from scaling.analysis.digits import speedup as speedup_text
 from scaling.analysis.figures import style
-from scaling.analysis.readings import Curve, Speedup
+from scaling.analysis.readings import Curve, IsoLoss, Speedup
 
 AXES: Final = {
     "flops": "training compute (FLOPs)",
@@ -31,6 +31,9 @@ AXES: Final = {
 }
 _MOST_ARROW_METHODS: Final = 4
 _MOST_END_LABELS: Final = 8
+_ARROW_TEXT: Final = 8.0  # points
+_MOST_STRETCH: Final = 1.35  # of the horizontal axis, to make room for the factors beside the arrows
+_BESIDE_AXES_IN: Final = 1.6  # of a figure's width: ticks to the left of its axes, names to their right
 _MOST_VECTOR_POINTS: Final = 600  # beyond, points are drawn as pixels: thousands of shapes make a page slow
 
 
@@ -81,15 +84,13 @@ def scaling_curves(
     upper.yaxis.set_major_formatter(style.plain_ticks())
     upper.set_ylabel("held-out loss (nats per token)")
     upper.margins(x=0.04)
-    shown = [s for s in speedups if s.scales][:_MOST_ARROW_METHODS]
-    for place, found in enumerate(shown):
-        _arrow(upper, found, look[found.method].color, place)
+    _arrows(upper, [s for s in speedups if s.scales][:_MOST_ARROW_METHODS], look, width_in)
     if has_lower:
         _differences(rows[1], runs, curves, look, methods, str(baseline), x, loss)
     rows[-1].set_xlabel(AXES.get(x, x))
     if len(methods) <= _MOST_END_LABELS and width_in > style.NARROW_IN:
-        names = {style.shorten(m, 18): ends[m] for m in methods}
-        style.end_labels(upper, names, {style.shorten(m, 18): look[m].color for m in methods})
+        short = style.short_names(methods, style.END_LABEL)
+        style.end_labels(upper, {short[m]: ends[m] for m in methods}, {short[m]: look[m].color for m in methods})
     else:
         style.legend(figure, methods, look, width_in=width_in)
     return figure
@@ -105,31 +106,55 @@ def _line(axis: Axes, curve: Curve, look: style.Look) -> None:
         axis.fill_between(curve.x, curve.low, curve.high, color=look.color, alpha=0.14, linewidth=0)
 
 
-def _arrow(axis: Axes, found: Speedup, color: str, place: int) -> None:
-    inside = [scale for scale in found.scales if not scale.extrapolated] or list(found.scales)
-    scale = max(inside, key=lambda item: item.compute)
-    if not np.isfinite(scale.baseline_compute) or scale.baseline_compute <= 0:
-        return
-    axis.annotate(
-        "",
-        xy=(scale.baseline_compute, scale.loss),
-        xytext=(scale.compute, scale.loss),
-        arrowprops={"arrowstyle": "-|>", "color": color, "linewidth": 1.3, "shrinkA": 0, "shrinkB": 0},
-        zorder=5,
+def _arrows(axis: Axes, speedups: Sequence[Speedup], look: Mapping[str, style.Look], width_in: float) -> None:
+    """An arrow for each speedup, and its factor beside the arrow: within the axes, moved apart from one another."""
+    texts: dict[str, tuple[str, IsoLoss]] = {}
+    for found in speedups:
+        inside = [scale for scale in found.scales if not scale.extrapolated] or list(found.scales)
+        scale = max(inside, key=lambda item: item.compute)
+        if not np.isfinite(scale.baseline_compute) or scale.baseline_compute <= 0:
+            continue
+        axis.annotate(
+            "",
+            xy=(scale.baseline_compute, scale.loss),
+            xytext=(scale.compute, scale.loss),
+            arrowprops={"arrowstyle": "-|>", "color": look[found.method].color, "linewidth": 1.3, "shrinkA": 0,
+                        "shrinkB": 0},
+            zorder=5,
+        )  # fmt: skip
+        where = f" at {style.shorten(scale.scale, 10)}" if len(found.scales) > 1 else ""  # the mean is another
+        texts[found.method] = (speedup_text(scale.speedup) + where, scale)
+    axis.autoscale_view()  # an arrow may lie outside what the runs alone would show
+    to_axes = axis.transData + axis.transAxes.inverted()
+    starts = {m: (max(scale.baseline_compute, scale.compute), scale.loss) for m, (_, scale) in texts.items()}
+    widths = {m: 0.66 * _ARROW_TEXT / 72 * len(text) / (width_in - _BESIDE_AXES_IN) for m, (text, _) in texts.items()}
+    stretch = max((float(to_axes.transform(starts[m])[0]) / (1 - widths[m]) for m in texts), default=1.0)
+    if 1 < stretch <= _MOST_STRETCH:  # right of the laws there is nothing
+        low, high = np.log(axis.get_xlim())
+        axis.set_xlim(np.exp(low), np.exp(low + stretch * (high - low)))
+    places = {method: to_axes.transform(start) for method, start in starts.items()}
+    height_in = axis.get_window_extent().height / axis.figure.dpi
+    line = 1.35 * _ARROW_TEXT / 72 / max(height_in, 0.5)
+    heights = style.spread(
+        {m: float(place[1]) + 0.6 * line for m, place in places.items()}, gap=line, low=0.0, high=1.0
     )
-    where = f" at {style.shorten(scale.scale, 10)}" if len(found.scales) > 1 else ""  # the mean over scales is another
-    axis.annotate(
-        speedup_text(scale.speedup) + where,
-        xy=(max(scale.baseline_compute, scale.compute), scale.loss),  # right of and above the law there is nothing
-        xytext=(4, 2 + 10 * place),
-        textcoords="offset points",
-        ha="left",
-        color=color,
-        fontsize=8,
-        fontweight="bold",
-        path_effects=[withStroke(linewidth=2.5, foreground=style.PAPER)],
-        zorder=6,
-    )
+    for method, (text, _) in texts.items():
+        x = float(places[method][0])
+        fits = x + widths[method] <= 1.001  # beyond stand the names of the lines
+        axis.annotate(
+            text,
+            xy=(x if fits else min(x, 0.99), heights[method]),
+            xycoords="axes fraction",
+            xytext=(4 if fits else 0, 0),
+            textcoords="offset points",
+            ha="left" if fits else "right",
+            va="center",
+            color=look[method].color,
+            fontsize=_ARROW_TEXT,
+            fontweight="bold",
+            path_effects=[withStroke(linewidth=2.5, foreground=style.PAPER)],
+            zorder=6,
+        )
 
 
 def _differences(
@@ -181,4 +206,4 @@ def _differences(
                 )
     axis.axhline(0, color=style.SOFT, linewidth=0.8)
     axis.yaxis.set_major_formatter(style.plain_ticks())
-    axis.set_ylabel(f"loss minus {style.shorten(baseline, 14)}'s law")
+    axis.set_ylabel(f"loss minus {style.shorten(baseline, 12)}'s law", fontsize=8)

@@ -55,13 +55,13 @@ def seed_deltas(
         height = max(1.9, 0.9 + 0.27 * len(rows) + (0 if one_place else 0.12 * len(methods)))
         figure = Figure(figsize=(width_in, height), layout="constrained")
         axes = [figure.subplots()]
+        short = style.short_names(methods, 14 if narrow else 26)
         names = [
-            style.shorten(delta.method, 14 if narrow else 26)
-            + ("" if one_place else f" · {style.shorten(delta.size, 10 if narrow else 16)}")
+            short[delta.method] + ("" if one_place else f" · {style.shorten(delta.size, 10 if narrow else 16)}")
             for delta in rows
         ]
         _panel(axes[0], rows, look, noise_sd, names, gaps=not one_place)
-        axes[0].set_xlabel(_label(baseline, narrow))
+        figure.supxlabel(_label(baseline, narrow), fontsize=9)  # names at the left may leave the axes little room
     for axis in axes:
         _limits(axis, rows, noise_sd)
         axis.xaxis.set_major_locator(style.few_ticks(4 if narrow or len(axes) > 1 else 7))
@@ -130,5 +130,5 @@ def _limits(axis: Axes, rows: Sequence[Delta], noise_sd: float | None) -> None:
     bounds = [b for delta in rows for b in (delta.low, delta.high) if b is not None and np.isfinite(b)]
     low = max(min([low, *bounds]), low - 1.5 * span)
     high = min(max([high, *bounds]), high + 1.5 * span)
-    pad = 0.04 * (high - low)
+    pad = 0.04 * (high - low) or 0.01
     axis.set_xlim(low - pad, high + pad)

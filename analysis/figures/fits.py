@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
+from scaling.analysis.arms import natural
 from scaling.analysis.figures import style
 from scaling.analysis.result import Result
 
@@ -18,7 +19,7 @@ def residuals(fit: Result, *, baseline: str | None = None, width_in: float = sty
     influence = np.array(fit.details["influence"], dtype=float)
     by = fit.details.get("by")
     groups = [str(group) for group in rows[by]] if by else ["all runs"] * len(rest)
-    names = sorted(set(groups))
+    names = sorted(set(groups), key=lambda name: (name != baseline, natural(name)))
     look = style.looks(names, baseline=baseline if baseline in names else None)
     figure, (left, right) = style.canvas(2, width_in=width_in, panel_height_in=2.7)
     for name in names:

@@ -33,13 +33,13 @@ def head_counts(grid: Grid, *, sizes: Sequence[str], width_in: float = style.WID
     shown = [size for size in sizes if size in set(grid.frame["size"])][-_MOST_PANELS:]
     if not shown:
         return style.empty("No run routes with heads.", width_in=width_in)
-    methods = sorted(grid.frame["method"].unique())
-    look = style.looks(methods, baseline=None)
+    methods = sorted(grid.frame["method"].unique(), key=natural)
+    look, aside = style.looks(methods, baseline=None), _aside(methods)
     figure, axes = style.canvas(len(shown), width_in=width_in, panel_height_in=2.2)
     for axis, size in zip(axes, shown, strict=True):
         for method in methods:
             cells = grid.frame[(grid.frame["size"] == size) & (grid.frame["method"] == method)].sort_values("heads")
-            _line(axis, cells, "heads", look[method])
+            _line(axis, cells, "heads", look[method], aside[method])
             tied = cells[cells["mark"] != ""]["heads"].astype(float)
             if len(methods) == 1 and len(tied) and len(cells) > 1:
                 axis.axvspan(
@@ -72,9 +72,10 @@ def heads_by_kv(grid: Grid, *, sizes: Sequence[str], width_in: float = style.WID
         marks = cells.pivot(index="kv", columns="heads", values="mark")
         small = means.shape[1] > 4 and len(shown) > 1 or width_in <= style.NARROW_IN
         values, signs = means.to_numpy(dtype=float), marks.to_numpy(dtype=object)
+        decimals = _decimals(cells, values)
         text = np.array(
             [
-                [_written(value, mark, row) for value, mark in zip(row, sign, strict=True)]
+                [_written(value, mark, row, decimals) for value, mark in zip(row, sign, strict=True)]
                 for row, sign in zip(values, signs, strict=True)
             ]
         )
@@ -98,18 +99,20 @@ def learning_rates(
     if not shown:
         return style.empty("No run records its learning rate.", width_in=width_in)
     methods = sorted(grid.frame["method"].unique(), key=lambda name: (name != baseline, natural(name)))
-    look = style.looks(methods, baseline=baseline)
+    look, aside = style.looks(methods, baseline=baseline), _aside(methods)
     figure, axes = style.canvas(len(shown), width_in=width_in, panel_height_in=2.2)
     for axis, size in zip(axes, shown, strict=True):
+        axis.margins(y=0.12)  # room for the rings
         for method in methods:
             cells = grid.frame[(grid.frame["size"] == size) & (grid.frame["method"] == method)].sort_values("lr")
             if cells.empty:
                 continue
-            _line(axis, cells, "lr", look[method])
+            _line(axis, cells, "lr", look[method], aside[method])
             best = cells.loc[cells["mean"].idxmin()]
             axis.plot(
-                [best["lr"]], [best["mean"]], "o", markersize=10, markerfacecolor="none", color=look[method].color
-            )
+                [best["lr"] * aside[method]], [best["mean"]], "o", markersize=10, markerfacecolor="none",
+                color=look[method].color,
+            )  # fmt: skip
         _rate_ticks(axis, sorted(grid.frame[grid.frame["size"] == size]["lr"].astype(float).unique()))
         axis.set_title(style.shorten(size))
         axis.set_xlabel("peak learning rate")
@@ -126,8 +129,14 @@ def _rate_ticks(axis: Axes, rates: Sequence[float]) -> None:
     axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _place: f"{value:.3g}"))
 
 
-def _line(axis: Axes, cells: pd.DataFrame, x: str, look: style.Look) -> None:
-    xs, ys = cells[x].astype(float), cells["mean"].astype(float)
+def _aside(methods: Sequence[str]) -> dict[str, float]:
+    """A factor on the horizontal axis for each method, so that equal losses do not hide one another."""
+    step = min(0.05, 0.3 / len(methods))
+    return {method: 2.0 ** (step * (place - (len(methods) - 1) / 2)) for place, method in enumerate(methods)}
+
+
+def _line(axis: Axes, cells: pd.DataFrame, x: str, look: style.Look, aside: float) -> None:
+    xs, ys = cells[x].astype(float) * aside, cells["mean"].astype(float)
     axis.plot(xs, ys, color=look.color, marker=look.marker, linestyle=look.dash, linewidth=1.3)
     low, high = cells["mean_low"].astype(float), cells["mean_high"].astype(float)
     if np.isfinite(low).all() and len(cells):
@@ -135,8 +144,16 @@ def _line(axis: Axes, cells: pd.DataFrame, x: str, look: style.Look) -> None:
     axis.yaxis.set_major_locator(style.few_ticks())
 
 
-def _written(value: float, mark: object, row: NDArray[np.float64]) -> str:
+def _decimals(cells: pd.DataFrame, values_KH: NDArray[np.float64]) -> int:
+    """Decimals that the intervals allow; without them, those that tell the cells of each row apart."""
+    half = (cells["mean_high"].astype(float) - cells["mean_low"].astype(float)) / 2
+    spans = np.array([np.ptp(row[np.isfinite(row)]) for row in values_KH if np.isfinite(row).any()])
+    steps = half[np.isfinite(half) & (half > 0)].to_numpy() if half.notna().any() else spans[spans > 0]
+    return int(np.clip(np.ceil(-np.log10(steps.min())) + 1, 3, 5)) if len(steps) else 3
+
+
+def _written(value: float, mark: object, row: NDArray[np.float64], decimals: int) -> str:
     if np.isnan(value):
         return ""
-    sign = "●" if value == np.nanmin(row) else "○" if mark else ""
-    return f"{value:.3f}{sign}"
+    sign = " ●" if value == np.nanmin(row) else " ○" if mark else ""
+    return f"{value:.{decimals}f}{sign}"

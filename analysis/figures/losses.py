@@ -20,6 +20,8 @@ _MOST_LINES: Final = 24  # a panel; beyond, the mean of each method with its ran
 _MOST_PANELS: Final = 9
 _MOST_METHODS: Final = 14  # with a colour, marker and dash of their own
 _MOST_NAMED: Final = 7  # of more than that
+_MOST_RANGES: Final = 5  # methods whose ranges can be told apart where they lie on one another
+_SAME_END: Final = 1.1  # last steps within this factor have one tail
 _OTHER: Final = style.Look(color="#b5b6bd", marker="", dash="-")
 _SETTLED: Final = 0.2  # share of the training after which the whole range is shown
 
@@ -109,7 +111,10 @@ def _panel(axis: Axes, points: pd.DataFrame, methods: Sequence[str], look: Mappi
             by_step = mine.groupby("step")["value"].agg(["mean", "min", "max", "size"])
             by_step = by_step[by_step["size"] >= by_step["size"].max() / 2]  # beyond, the few longest runs alone
             axis.plot(by_step.index, by_step["mean"], color=kept.color, linestyle=kept.dash, linewidth=1.4)
-            axis.fill_between(by_step.index, by_step["min"], by_step["max"], color=kept.color, alpha=0.14, linewidth=0)
+            if points["method"].nunique() <= _MOST_RANGES:
+                axis.fill_between(
+                    by_step.index, by_step["min"], by_step["max"], color=kept.color, alpha=0.14, linewidth=0
+                )
             steps.extend(by_step.index)
             continue
         for _, line in mine.groupby("run_key"):
@@ -129,7 +134,8 @@ def _panel(axis: Axes, points: pd.DataFrame, methods: Sequence[str], look: Mappi
             steps.extend(line["step"])
     _limits(axis, points)
     evaluations = np.unique(steps)
-    if len(evaluations) > tail > 1:
+    ends = points.groupby("run_key")["step"].max()
+    if len(evaluations) > tail > 1 and ends.max() <= _SAME_END * ends.min():
         axis.axvspan(float(evaluations[-tail]), float(evaluations[-1]), color=style.SOFT, alpha=0.12, linewidth=0)
     axis.xaxis.set_major_locator(style.few_ticks(4))
     axis.xaxis.set_major_formatter(style.plain_ticks())

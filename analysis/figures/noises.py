@@ -32,6 +32,7 @@ def noise_floor(
     axis = figure.subplots()
     axis.set_xscale("log")
     names: list[str] = []
+    short = style.short_names((delta.method for delta in effects), 12 if narrow else 22)
     for noise in noises:
         place = len(names)
         names.append(style.shorten(noise.label, 22 if narrow else 34))
@@ -45,7 +46,7 @@ def noise_floor(
     for delta in effects:
         place = len(names)
         size = "" if one_place else f" · {style.shorten(delta.size, 12 if narrow else 16)}"
-        names.append(style.shorten(delta.method, 12 if narrow else 22) + size)
+        names.append(short[delta.method] + size)
         mine = look[delta.method]
         decided = delta.verdict != "undecided"
         if decided and delta.low is not None and delta.high is not None:

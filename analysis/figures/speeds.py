@@ -12,6 +12,12 @@ from matplotlib.ticker import FuncFormatter
 from scaling.analysis.figures import style
 from scaling.analysis.readings import Speedup
 
+COSTS: Final = {
+    "flops": "training compute (FLOPs)",
+    "tokens": "training tokens",
+    "seconds": "wall time (s)",
+    "gpu_hours": "GPU time (h)",
+}
 _MOST_END_LABELS: Final = 6
 
 
@@ -27,6 +33,7 @@ def speedup_by_scale(
     figure = Figure(figsize=(width_in, 3.3), layout="constrained")
     axis = figure.subplots()
     axis.axhline(1.0, color=style.INK, linewidth=0.9)
+    short = style.short_names(methods, style.END_LABEL)
     tips = {}
     for place, item in enumerate(shown):
         mine = look[item.method]
@@ -43,7 +50,7 @@ def speedup_by_scale(
             slope = item.trend / np.log(10)
             level = np.log(y).mean()
             axis.plot(x, np.exp(level + slope * (np.log(x) - middle)), linestyle="--", color=mine.color, linewidth=1.0)
-        tips[style.shorten(item.method, 18)] = (float(x[-1]), float(y[-1]))
+        tips[short[item.method]] = (float(x[-1]), float(y[-1]))
     low = min(min(s.speedup for item in shown for s in item.scales), 1.0)
     high = max(max(s.speedup for item in shown for s in item.scales), 1.0)
     axis.set_yscale("log")
@@ -54,10 +61,10 @@ def speedup_by_scale(
     style.log_axis(axis, "x")
     style.log_axis(axis, "y")
     axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _place: f"{value:g}×"))
-    axis.set_xlabel(f"the method's compute ({shown[0].currency})")
+    axis.set_xlabel(f"the method's {COSTS.get(shown[0].currency, shown[0].currency)}")
     axis.set_ylabel("speedup at equal loss")
     if len(shown) <= _MOST_END_LABELS and width_in > style.NARROW_IN:
-        style.end_labels(axis, tips, {style.shorten(m, 18): look[m].color for m in methods})
+        style.end_labels(axis, tips, {short[m]: look[m].color for m in methods})
     else:
         style.legend(figure, methods, look, width_in=width_in)
     return figure

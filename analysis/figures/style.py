@@ -13,7 +13,8 @@ Okabe and Ito (2008), Color Universal Design.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final, Literal
@@ -34,7 +35,9 @@ PALETTE: Final = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e
 _MARKERS: Final = ("o", "s", "^", "D", "v", "P", "X")
 _DASHES: Final[tuple[Literal["-", "--", ":", "-."], ...]] = ("-", "--", ":", "-.")
 HATCHES: Final = {"-": "", "--": "////", ":": "....", "-.": "xxxx"}  # of bars, which have neither marker nor dash
+_PLAIN: Final = 1e-4  # the least tick that is written without a power of ten
 WIDE_IN: Final = 7.0
+END_LABEL: Final = 24  # letters of a name at the end of its line
 NARROW_IN: Final = 3.75  # a phone 390 px wide, less its margins
 
 _RC: Final[dict[str, Any]] = {
@@ -152,22 +155,31 @@ def log_axis(axis: Axes, which: str, *, powers_only: bool = False) -> None:
     else:
         spine.set_major_locator(mpl.ticker.MaxNLocator(nbins=5, steps=[1, 2, 2.5, 5, 10]))
         spine.set_minor_locator(NullLocator())
-    spine.set_major_formatter(FuncFormatter(tick))
+    powers = decades >= 1.2 and 0 < low < _PLAIN  # all ticks alike, where one of them has to be a power
+    spine.set_major_formatter(FuncFormatter(lambda value, _place: tick(value, powers=powers)))
 
 
-def tick(value: float, _place: int = 0) -> str:
+def tick(value: float, _place: int = 0, *, powers: bool = False) -> str:
     """A tick's text: plain from 0.0001, in thousands or millions from 10,000, a power of ten beyond.
 
     >>> tick(0.25), tick(2500.0), tick(20000.0), tick(1e18), tick(3e15)
     ('0.25', '2,500', '20k', '$10^{18}$', '$3{\\\\times}10^{15}$')
+    >>> tick(0.01, powers=True)
+    '$10^{-2}$'
     """
     if value == 0:
         return "0"
+    if powers:
+        return _power(value)
     for unit, size in (("M", 1e6), ("k", 1e3)):
         if 10 * 1e3 <= abs(value) < 1e9 and abs(value) >= size:
             return f"{value / size:,.6g}{unit}".replace("-", "\u2212")
-    if 1e-4 <= abs(value) < 1e4:
+    if _PLAIN <= abs(value) < 1e4:
         return f"{value:,.6g}".replace("-", "\u2212")
+    return _power(value)
+
+
+def _power(value: float) -> str:
     exponent = math.floor(math.log10(abs(value)) + 1e-9)
     mantissa = value / 10.0**exponent
     front = "" if abs(mantissa - 1) < 1e-6 else f"{mantissa:.3g}{{\\times}}"
@@ -221,14 +233,15 @@ def legend(
 ) -> None:
     """One legend under the figure, for many methods or many panels; ``bars``: of bars, not of lines."""
     handles: list[Any] = []
+    short = short_names(methods)
     for m in methods:
         if bars:
             hatch = HATCHES[look[m].dash]
-            handles.append(mpl.patches.Patch(facecolor=look[m].color, hatch=hatch, edgecolor=PAPER, label=shorten(m)))
+            handles.append(mpl.patches.Patch(facecolor=look[m].color, hatch=hatch, edgecolor=PAPER, label=short[m]))
         else:
             mine = look[m]
             handles.append(
-                mpl.lines.Line2D([], [], color=mine.color, marker=mine.marker, linestyle=mine.dash, label=shorten(m))
+                mpl.lines.Line2D([], [], color=mine.color, marker=mine.marker, linestyle=mine.dash, label=short[m])
             )
     longest = max((len(handle.get_label()) for handle in handles), default=0)
     columns = max(1, min(len(handles), int(width_in / (0.55 + 0.075 * longest))))
@@ -239,11 +252,32 @@ def legend(
 
 def shorten(name: str, limit: int = 26) -> str:
     """A long name, cut in the middle, with mathematics switched off."""
-    safe = name.replace("$", r"\$").replace("\n", " ")
-    if len(safe) <= max(limit, 12):
-        return safe
-    tail = max(limit, 12) // 3
-    return f"{safe[: max(limit, 12) - tail - 1]}…{safe[-tail:]}"
+    plain, most = name.replace("\n", " "), max(limit, 12)
+    if len(plain) > most:
+        plain = f"{plain[: most - most // 3 - 1]}…{plain[-(most // 3) :]}"
+    return plain.replace("$", r"\$")
+
+
+def short_names(names: Iterable[str], limit: int = 26) -> dict[str, str]:
+    """Each name shortened, so that no two names look alike: of alike ones what they end with in common goes first.
+
+    >>> short_names(["tail_average_272_submission", "tail_average_273_submission"], 18)
+    {'tail_average_272_submission': 'tail_average_272…', 'tail_average_273_submission': 'tail_average_273…'}
+    """
+    every = list(dict.fromkeys(names))
+    alike: dict[str, list[str]] = {}
+    for name in every:
+        alike.setdefault(shorten(name, limit), []).append(name)
+    found = {}
+    for short, group in alike.items():
+        if len(group) == 1:
+            found[group[0]] = short
+            continue
+        common = len(os.path.commonprefix([name[::-1] for name in group]))
+        cut = {name: shorten(name[: len(name) - common], limit - 1) + "…" for name in group}
+        whole = len(set(cut.values())) < len(group) or not set(cut.values()).isdisjoint(alike)
+        found |= {name: shorten(name, len(name)) for name in group} if whole else cut
+    return {name: found[name] for name in every}
 
 
 def few_ticks(count: int = 5) -> mpl.ticker.Locator:

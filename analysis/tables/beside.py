@@ -10,7 +10,8 @@ import pandas as pd
 
 from scaling.analysis.disagreement import judge_disagreement
 from scaling.analysis.findings import Findings
-from scaling.analysis.published import SOURCES, TOPICS, Fact, facts
+from scaling.analysis.papers.fact import Fact
+from scaling.analysis.published import SOURCES, TOPICS, facts
 from scaling.analysis.readings import OVER_SIZES
 from scaling.analysis.tables import costs, shapes
 from scaling.analysis.tables.table import Column, Table
@@ -102,11 +103,14 @@ def published(topic: str, found: Findings) -> Table:
     for key in ("setting", "note"):
         if not any(row[key] for row in rows):
             columns = [column for column in columns if column.key != key]
+    notes = {row["note"] for row in rows}
+    said = ""
+    if len(notes) == 1 and (note := str(notes.pop())):  # said once instead of in every row
+        said, columns = f" Note: {note}.", [column for column in columns if column.key != "note"]
     papers = "; ".join(dict.fromkeys(SOURCES[fact.paper] for fact in facts(topic)))
     caption = (
         f"Published by {papers}. Their corpora, tokenizers, budgets and precisions differ from these runs: the "
-        f"columns stand "
-        "side by side and are not to be subtracted. –: these runs have nothing for it."
+        f"columns stand side by side and are not to be subtracted. –: these runs have nothing for it.{said}"
     )
     title = f"Published beside measured: {TITLES[topic]}"
     return Table(
@@ -120,7 +124,7 @@ def relevant(found: Findings) -> list[str]:
     mine = _read(found)
     for topic in TOPICS:
         told = [fact for fact in facts(topic) if _own(fact, mine) is not None]
-        if any((fact.run_method or fact.method) != "baseline" for fact in told):
+        if any(fact.method != "baseline" for fact in told):
             topics.append(topic)
     return topics
 
@@ -156,7 +160,7 @@ def _matching(fact: Fact, mine: _Mine) -> pd.DataFrame:
     Other head counts count where no run has the fact's, but for the table about them.
     """
     runs = mine.usable
-    right = runs["method"] == (fact.run_method or fact.method)
+    right = runs["method"] == fact.method
     if fact.variant is not None:
         right &= runs["variant"].fillna("") == fact.variant
     if fact.heads is not None:

@@ -33,6 +33,12 @@ RUN_COLUMNS: Final = (
 )
 _CONVENTIONS: Final = {
     ("currency", "flops"): "compute is counted in FLOPs of training",
+    ("currency", "tokens"): "compute is counted in training tokens",
+    ("currency", "seconds"): "compute is counted in seconds of training",
+    ("currency", "gpu_hours"): "compute is counted in GPU hours of training",
+    ("difference", "method minus baseline"): "differences are the method's loss minus the baseline's",
+    ("pairing", "paired"): "runs of one seed are paired",
+    ("pairing", "unpaired"): "runs are not paired by seed",
     ("asymptote", "shared"): "both laws have the same loss E that no compute goes below",
     ("asymptote", "free"): "each law has its own loss E that no compute goes below",
     ("mean", "geometric"): "geometric mean over scales",
@@ -87,11 +93,9 @@ def speedups(found: Sequence[Speedup], *, baseline: str, conventions: Mapping[st
     )
     level = found[0].level if found else 0.95
     way = found[0].interval_method if found else ""
-    currency = found[0].currency if found else "flops"
     caption = (
         f"How many times the compute {baseline} needs to reach the same loss: geometric mean over scales, "
-        f"{digits.share(level)} interval{f' ({way})' if way else ''}; currency: {currency}. "
-        f"{convention_text(conventions)}"
+        f"{digits.share(level)} interval{f' ({way})' if way else ''}. {convention_text(conventions)}"
         f"{dropped_text(dropped)} Bold: better than all others by more than the noise; = not distinguishable from "
         f"the best."
     )
@@ -163,7 +167,7 @@ def seed_deltas(found: Sequence[Delta], *, baseline: str, dropped: int = 0) -> T
             Column(key="method", label="method"),
             Column(key="size", label="size"),
             Column(key="delta", label="loss difference [interval] (nats)", kind="estimate"),
-            Column(key="n", label="pairs" if any(d.paired for d in found) else "runs of each", kind="integer"),
+            Column(key="n", label="pairs" if any(d.paired for d in found) else "runs, the fewer", kind="integer"),
             Column(key="test", label="test"),
             Column(key="p", label="p", kind="number", digits=2),
             Column(key="p_adjusted", label="p, adjusted", kind="number", digits=2),
@@ -182,8 +186,8 @@ def seed_deltas(found: Sequence[Delta], *, baseline: str, dropped: int = 0) -> T
     how = (
         f"Loss of a method minus {baseline}'s with the same seed (same token order, same initial values), {many} a cell"
         if paired
-        else f"Mean loss of a method minus {baseline}'s, {many} of a method; runs are not paired by seed (no seeds in "
-        "common, or no correlation between runs that share one)"
+        else f"Mean loss of a method minus {baseline}'s, {many} on the side with fewer; runs are not paired by seed "
+        "(no seeds in common, or no correlation between runs that share one)"
     )
     methods = len({delta.method for delta in found})
     luck = f" p, adjusted: for {methods} methods compared with one baseline (Dunnett)." if methods > 1 else ""
@@ -238,7 +242,12 @@ def convention_text(conventions: Mapping[str, str]) -> str:
     >>> convention_text({"N": "non-embedding", "asymptote": "shared"})
     'Conventions: N non-embedding; both laws have the same loss E that no compute goes below.'
     """
-    told = [_CONVENTIONS.get((key, value), f"{key} {value}") for key, value in conventions.items()]
+    told = [
+        f"runs are of one setting where they agree in {value}"
+        if key == "configuration"
+        else _CONVENTIONS.get((key, value), f"{key} {value}")
+        for key, value in conventions.items()
+    ]
     return f"Conventions: {'; '.join(told)}." if told else ""
 
 

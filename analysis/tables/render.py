@@ -6,6 +6,7 @@ Every string that came from a run is escaped for the language it is written in.
 from __future__ import annotations
 
 import html as _html
+import json
 import re
 from collections.abc import Callable
 from typing import Final
@@ -36,6 +37,8 @@ _LATEX_SPECIAL: Final = {
     "≥": r"$\ge$",
     "≤": r"$\le$",
     "→": r"$\to$",
+    "●": r"$\bullet$",
+    "○": r"$\circ$",
 }
 _PROSE_FROM: Final = 24  # letters; longer texts get a column wide enough to read
 _MARKDOWN_SPECIAL: Final = re.compile(r"([\\`*_\[\]<>|])")
@@ -119,6 +122,15 @@ def csv(table: Table) -> str:
     """The unrounded frame, marks and bounds included."""
     kept = [name for name in table.frame.columns if not str(name).endswith("_sort")]
     return str(table.frame[kept].to_csv(index=False, lineterminator="\n"))
+
+
+def to_json(table: Table) -> dict[str, object]:
+    """The table as one JSON object: unrounded values, their bounds and marks by key; what is missing is null."""
+    kept = [str(name) for name in table.frame.columns if not str(name).endswith("_sort")]
+    rows = json.loads(table.frame[kept].to_json(orient="records", double_precision=15))
+    columns = [{"key": column.key, "label": column.label} for column in table.columns]
+    told = {"name": table.name, "title": table.title, "caption": table.caption, "columns": columns, "rows": rows}
+    return {**told, "notes": list(table.notes)}
 
 
 FORMATS: Final[dict[str, Callable[[Table], str]]] = {"md": markdown, "tex": latex, "html": html, "csv": csv}

@@ -119,16 +119,18 @@ def table(
     bench: Benches = None,
     items: Items = None,
     scores: Scores = None,
+    as_json: AsJson = False,
 ) -> None:
     """Print one table of the report."""
     from scaling.analysis import catalog
-    from scaling.analysis.tables.render import write
+    from scaling.analysis.tables.render import to_json, write
 
     if "list" in (runs, name):
-        typer.echo(_listing({key: (e.shows, e.needs) for key, e in catalog.TABLES.items()}))
+        typer.echo(_listing({key: (e.shows, e.needs) for key, e in catalog.TABLES.items()}, as_json))
         return
     found = _findings(runs, baseline, columns, where, curves, probe, bench, items, scores)
-    typer.echo(write(catalog.table(found, name), fmt), nl=False)
+    built = catalog.table(found, name)
+    typer.echo(json.dumps(to_json(built), allow_nan=False) if as_json else write(built, fmt), nl=as_json)
 
 
 @app.command(epilog=FIGURE)
@@ -144,17 +146,21 @@ def figure(
     bench: Benches = None,
     items: Items = None,
     scores: Scores = None,
+    as_json: AsJson = False,
 ) -> None:
     """Write one figure of the report to a file."""
     from scaling.analysis import catalog
     from scaling.analysis.report import write_figure
 
     if "list" in (runs, name):
-        typer.echo(_listing({key: (e.shows, e.needs) for key, e in catalog.FIGURES.items()}))
+        typer.echo(_listing({key: (e.shows, e.needs) for key, e in catalog.FIGURES.items()}, as_json))
         return
     target = out or Path(f"{name}.png")
     found = _findings(runs, baseline, columns, where, curves, probe, bench, items, scores)
-    typer.echo(str(write_figure(catalog.picture(found, name), target)))
+    picture = catalog.picture(found, name)
+    path = str(write_figure(picture, target))
+    told = {"name": picture.name, "figure": path, "title": picture.title, "caption": picture.caption}
+    typer.echo(json.dumps(told) if as_json else path)
 
 
 def _attach(runs: str, store: str, out: Path) -> None:
@@ -198,6 +204,8 @@ def _findings(
     return inquire(source.table, source.histories, baseline=baseline, dropped=source.dropped, supplements=given)
 
 
-def _listing(entries: dict[str, tuple[str, str]]) -> str:
+def _listing(entries: dict[str, tuple[str, str]], as_json: bool) -> str:
+    if as_json:
+        return json.dumps({name: {"shows": shows, "needs": needs} for name, (shows, needs) in entries.items()})
     width = max(map(len, entries))
     return "\n".join(f"{name:<{width}}  {shows} (needs {needs})" for name, (shows, needs) in entries.items())

@@ -193,6 +193,46 @@ def test_mixed_budgets_and_evaluation_sets() -> None:
         compare_seeds(runs, baseline="baseline")["new"],
     ):
         assert {"mixed-token-budgets", "mixed-evaluation-sets"} <= codes(result)
+        text = next(w.message for w in result.warnings if w.code == "mixed-token-budgets")
+        assert "different numbers of tokens at s0 (1.50x), s1 (1.50x)" in text
+
+
+def test_a_scale_drawn_out_by_neighbours_is_named_by_its_ends_and_cautioned_at_them() -> None:
+    """Methods 5 % apart in tokens make one scale of all; the outermost pair differs by far more than that."""
+    budgets = dict(zip(("base", "a", "b", "c", "d"), 1e9 * 1.05 ** np.arange(5), strict=True))
+    noise = np.random.default_rng(1).normal(0, 0.001, size=15)
+    rows = [
+        (m, 3.0 + x, s, d)
+        for x, ((m, d), s) in zip(noise, ((p, s) for p in budgets.items() for s in range(3)), strict=True)
+    ]
+    runs = pd.DataFrame(rows, columns=["method", "loss", "seed", "D"])
+    found = compare_seeds(runs, baseline="base")
+    for method, budget in budgets.items():
+        if method == "base":
+            continue
+        result = found[method]
+        (scale,) = [row["scale"] for row in result.details["scales"]]
+        assert scale == "D=1e+09 to 1.216e+09"
+        text = next(w.message for w in result.warnings if w.code == "mixed-token-budgets")
+        assert f"({budget / 1e9:.2f}x)" in text
+        assert result.details["scales"][0]["token_ratio"] == pytest.approx(budget / 1e9)
+
+
+def test_too_few_pairs_say_so_instead_of_a_correlation() -> None:
+    runs = table()
+    two = runs[(runs["size"] == "s0") & (runs["seed"].isin(sorted(runs["seed"].unique())[:2]))]
+    result = compare_seeds(two, baseline="baseline")["new"]
+    text = next(w.message for w in result.warnings if w.code == "pairing-not-used")
+    assert "nan" not in text and "cannot be measured (it takes 3 pairs" in text and "unpaired test is used" in text
+
+
+def test_refusals_name_the_command_of_an_option_that_reports_lack() -> None:
+    runs = table()
+    two = runs[runs["size"].isin(["s0", "s1"])]
+    refused = compare_speedup(two, baseline="baseline", draws=0)["new"]
+    assert "give one with `scaling compare speedup --asymptote`" in refused.warnings[-1].message
+    with pytest.raises(FitError, match=r"name the columns that define one with `scaling noise floor --by`"):
+        noise_floor(runs.drop_duplicates(["method", "size"]))
 
 
 def test_baseline_missing() -> None:

@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from scaling.analysis.arms import at_best_rate, by_condition, by_option, told_apart
-from scaling.analysis.inquiry import complete
+from scaling.analysis.whole import complete
 from scaling.cli.main import app
 
 

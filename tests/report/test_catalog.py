@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import replace
 from types import ModuleType
 
 import numpy as np
@@ -12,7 +14,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from scaling.analysis import catalog, svg
-from scaling.analysis.figures import costs, routing, style
+from scaling.analysis.figures import costs, curves, grids, losses, routing, style
+from scaling.analysis.grids import gather
 from scaling.analysis.inquiry import inquire
 from scaling.analysis.published import FACTS, TOPICS, facts
 from scaling.analysis.tables import beside, overhead, render
@@ -68,11 +71,17 @@ def test_a_full_sweep_fills_every_table_and_figure(planted: ModuleType) -> None:
 
 
 def inside(figure: Figure) -> None:
-    """No text of a figure lies outside it, and no two tick labels of an axis overlap."""
+    """No text of a figure lies outside it, no two tick labels of an axis overlap, and no two texts written on one."""
     figure.draw_without_rendering()
     renderer: RendererBase = FigureCanvasAgg(figure).get_renderer()  # type: ignore[no-untyped-call]
     whole = figure.bbox
     for axis in figure.axes:
+        written = [(text.get_text(), text.get_window_extent(renderer)) for text in axis.texts if text.get_text()]
+        for text, box in written:
+            assert box.x0 >= whole.x0 - 1 and box.x1 <= whole.x1 + 1, text
+            assert box.y0 >= whole.y0 - 1 and box.y1 <= whole.y1 + 1, text
+        for (text, box), (covered, under) in itertools.combinations(written, 2):
+            assert not box.overlaps(under), f"{text!r} lies on {covered!r}"
         for spine in (axis.xaxis, axis.yaxis):
             low, high = sorted(spine.get_view_interval())
             boxes = []
@@ -127,6 +136,9 @@ def test_published_values_are_the_papers() -> None:
 
 def test_published_and_own_values_stand_in_columns_of_their_own(planted: ModuleType) -> None:
     found = planted.findings(planted.table())
+    main = catalog.table(found, "published-main")
+    assert "note" not in {column.key for column in main.columns} and "Note: one seed; validation" in main.caption
+    assert "note" in {column.key for column in catalog.table(found, "published-throughput").columns}
     for topic in TOPICS:
         table = beside.published(topic, found)
         assert list(table.frame["published"]) == [fact.value for fact in facts(topic)]
@@ -174,6 +186,109 @@ def test_figures_survive_huge_and_tiny_losses(planted: ModuleType, scale: float)
     for name in ("scaling-curves", "loss-curves"):
         with style.context():
             inside(catalog.picture(found, name).draw(style.WIDE_IN))
+
+
+def test_factors_beside_arrows_lie_on_nothing(planted: ModuleType) -> None:
+    """Three methods of nearly one loss at the largest scale, whose arrows end at the right edge of the axes."""
+    runs = planted.table(sizes=3, methods=("baseline", "attnres", "hc", "mhar"))
+    found = planted.findings(runs)
+    most, last = float(runs["flops"].max()), found.curves["baseline"].loss[-1]
+    near = [
+        replace(
+            speedup,
+            scales=tuple(
+                replace(p, compute=most, loss=last, speedup=0.95, baseline_compute=0.95 * most, extrapolated=False)
+                for p in speedup.scales
+            ),
+        )
+        for speedup in found.speedups
+    ]
+    for width in (style.WIDE_IN, style.NARROW_IN):
+        with style.context():
+            figure = curves.scaling_curves(found.compared, found.curves, near, width_in=width)
+            inside(figure)
+        texts = [text.get_text() for text in figure.axes[0].texts if text.get_text()]
+        assert sum("\u00d7 at " in text for text in texts) == 3
+
+
+def test_alike_names_stay_apart_when_shortened(planted: ModuleType) -> None:
+    names = ("baseline", "20260611_tailema_2720_submission", "20260611_tailema_2730_submission")
+    short = style.short_names(names, 18)
+    assert len(set(short.values())) == 3 and all(len(text) <= 18 for text in short.values())
+    found = planted.findings(planted.table(methods=names))
+    with style.context():
+        for name in ("scaling-curves", "speedup-by-scale", "seed-deltas", "noise-floor", "loss-curves"):
+            picture = catalog.FIGURES[name].build(found)
+            if picture is None:
+                continue
+            figure = picture.draw(style.WIDE_IN)
+            told = {text.get_text() for axis in figure.axes for text in (*axis.texts, *axis.get_yticklabels())}
+            told |= {text.get_text() for legend in figure.legends for text in legend.get_texts()}
+            for part in ("272", "273"):
+                assert any(part in text for text in told), (name, told)
+
+
+def test_a_dollar_in_a_cut_name_is_still_a_dollar() -> None:
+    for limit in range(12, 30):
+        text = style.shorten("Adam $x$ with a long tail $y$ of dollars $", limit)
+        assert text.count("$") == text.count(r"\$") and len(text.replace(r"\$", "$")) <= limit
+
+
+def test_letters_without_a_glyph_are_told_once_a_figure(
+    planted: ModuleType, caplog: pytest.LogCaptureFixture, recwarn: pytest.WarningsRecorder
+) -> None:
+    found = planted.findings(planted.table(methods=("baseline", "\u4f18\u5316")))
+    with style.context():
+        svg.encode(catalog.picture(found, "scaling-curves").draw(style.WIDE_IN), ("png", "svg"))
+    told = [record.message for record in caplog.records]
+    assert told == ["the font of figures lacks 2 letters of these names; boxes stand in their place"]
+    assert not [warning for warning in recwarn if "Glyph" in str(warning.message)]
+
+
+def test_one_kind_of_noise_alone_is_no_figure(planted: ModuleType) -> None:
+    found = planted.findings(planted.table())
+    assert catalog.FIGURES["noise-floor"].build(replace(found, noises=found.noises[-1:], deltas=())) is None
+    assert catalog.TABLES["noise"].build(replace(found, noises=found.noises[-1:], deltas=())) is not None
+
+
+def test_many_effects_have_a_row_a_method(planted: ModuleType) -> None:
+    runs = planted.table(sizes=6, methods=("baseline", *(f"m{i}" for i in range(9))), sigma=0.02)
+    found = inquire(runs)
+    assert len(found.deltas) == 9 * 7
+    picture = catalog.picture(found, "noise-floor")
+    told = picture.data["what"].tolist()
+    assert [text for text in told if text.startswith("m")] == [f"m{i} at all sizes" for i in range(9)]
+    assert picture.caption.endswith("Of 63 differences, one a method.")
+    with style.context():
+        assert picture.draw(style.WIDE_IN).get_figheight() < 6
+
+
+def test_a_tail_is_shaded_only_where_all_runs_end_together(planted: ModuleType) -> None:
+    runs = planted.table(sizes=1)
+    lines = planted.histories(runs)
+    longer = lines["run_key"] == runs["run_key"].iloc[0]
+    apart = lines.assign(step=lines["step"].where(~longer, lines["step"] * 3))
+
+    def shaded(histories: pd.DataFrame) -> int:
+        with style.context():
+            return len(losses.loss_curves(runs, histories).axes[0].patches)
+
+    assert (shaded(lines), shaded(apart)) == (1, 0)
+
+
+def test_equal_losses_of_two_methods_do_not_hide_one_another(planted: ModuleType) -> None:
+    runs = planted.table(sizes=1, methods=("mhar", "delta"), seeds=1)
+    rows = [
+        runs.assign(heads=h, val_loss=3.0, lr=rate, run_key=runs["run_key"] + str(h))
+        for h, rate in ((1, 1e-3), (4, 2e-3))
+    ]
+    table = pd.concat(rows, ignore_index=True)
+    for axis_of, draw in (("heads", grids.head_counts), ("lr", grids.learning_rates)):
+        cells = gather(table, ["size", "method", axis_of], within=["size", "method"])
+        with style.context():
+            axis = draw(cells, sizes=list(table["size"].unique())).axes[0]
+        lines = [x for line in axis.lines if len(x := tuple(np.asarray(line.get_xdata(), dtype=float))) == 2]
+        assert len(lines) == 2 and not set(lines[0]) & set(lines[1])
 
 
 def test_routing_figures_show_only_sources_a_site_can_see() -> None:

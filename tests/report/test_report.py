@@ -15,10 +15,10 @@ import pandas as pd
 import pytest
 
 from scaling.analysis.catalog import picture
-from scaling.analysis.inquiry import complete, pick_baseline
 from scaling.analysis.report import build_report, write_picture
 from scaling.analysis.source import read_sweep, sweep_of
 from scaling.analysis.summary import summarize
+from scaling.analysis.whole import complete, pick_baseline
 from scaling.errors import ScalingError, TableError
 from tests.conftest import missing
 
@@ -141,9 +141,17 @@ def test_bad_tables_are_refused_with_what_is_there(planted: ModuleType, tmp_path
     with pytest.raises(TableError, match="holds no run"):
         complete(planted.table().iloc[:0])
     with pytest.raises(
-        TableError, match="column 'val_loss' is missing; the table has: method, loss; name it with --columns"
+        TableError,
+        match="column 'val_loss' is missing; the table has: method, loss; name it with --columns loss=COLUMN",
     ):
         complete(pd.DataFrame({"method": ["a"], "loss": [1.0]}))
+    text = pd.DataFrame({"method": ["a", "b"], "val_loss": ["3.1", "abc"]})
+    wanted = r"column 'val_loss' holds text \('abc' in row 2\) .* map another column with --columns loss=COLUMN"
+    with pytest.raises(TableError, match=wanted):
+        complete(text)
+    assert list(complete(text.replace("abc", "2.5"))["val_loss"]) == [3.1, 2.5]
+    with pytest.raises(TableError, match=r"column 'seed' holds text \('x' in row 1\)"):
+        complete(text.replace("abc", "2.5").assign(seed=["x", "1"]))
     with pytest.raises(TableError, match=r"baseline 'basline' is not a method of the table; did you mean 'baseline'\?"):
         pick_baseline(planted.table(), "basline")
     (tmp_path / "file").write_text("x")
@@ -204,7 +212,7 @@ def test_the_latex_document_compiles(small: Path) -> None:
 def test_hostile_strings_compile_too(planted: ModuleType, tmp_path: Path) -> None:
     if shutil.which("pdflatex") is None:
         missing("pdflatex (Debian packages texlive-latex-base and texlive-latex-recommended)")
-    hostile = r"50% of a_b & #1 {x} \input ^~ $y$"
+    hostile = r"50% of a_b & #1 {x} \input ^~ $y$ ● 優 Ж"  # some of these letters pdflatex has no font for
     runs = planted.table(sizes=2, methods=("baseline", hostile))
     page = build_report(runs, None, out=tmp_path, title=hostile, formats=("pdf",))
     done = subprocess.run(

@@ -71,6 +71,9 @@ def test_many_methods_without_sizes_can_be_followed(shared: Path, tmp_path: Path
     given = pd.read_csv(folder / "runs_final.csv").groupby("group")["final_val_loss"].mean()
     assert means["20260430_muonh"] == pytest.approx(given["20260430_muonh"])
     assert pd.read_csv(tmp_path / "bare" / "runs.csv").shape[0] == 578
+    # Ten curves stand in the logs twice (single and bundled): their copies count once.
+    dropped = pd.read_csv(tmp_path / "bare" / "tables" / "dropped.csv")
+    assert len(dropped) == 10 and set(dropped["reason"]) == {"duplicate: same curve hash"}
     call(*words, "--out", str(tmp_path / "based"), "--baseline", "20260503_normuon")
     based = (tmp_path / "based" / "report.md").read_text(encoding="utf-8")
     assert "compared with 20260503\\_normuon" in based and "## Loss differences, seed by seed" in based

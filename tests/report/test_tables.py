@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import json
+import math
 from html.parser import HTMLParser
 from types import ModuleType
 
@@ -83,6 +85,14 @@ def test_latex_escapes_specials() -> None:
 def test_csv_keeps_numbers_unrounded() -> None:
     back = pd.read_csv(io.StringIO(render.csv(_one("x", b_low=0.123456789012345, b_high=2.0))))
     assert back["b_low"][0] == 0.123456789012345
+
+
+def test_json_keeps_numbers_unrounded_and_missing_ones_null() -> None:
+    told = render.to_json(_one("x", b_low=0.123456789012345, b_high=math.nan))
+    assert json.loads(json.dumps(told, allow_nan=False)) == told
+    row = told["rows"][0]  # type: ignore[index]
+    assert (row["b_low"], row["b_high"]) == (0.123456789012345, None)
+    assert [column["key"] for column in told["columns"]] == ["a", "b"]  # type: ignore[attr-defined]
 
 
 def test_an_unknown_format_names_the_nearest() -> None:
