@@ -39,9 +39,9 @@ def speedups(found: Findings) -> Picture | None:
         name="speedup-by-scale",
         section="speedups",
         title="Speedup by scale",
-        caption=f"Iso-loss speedup over {found.baseline} at each scale, {digits.share(shown[0].level)} intervals. Hollow: "
-        "the baseline's law is extrapolated there. Dashed: trend with compute. Intervals far wider than the points "
-        f"differ are cut at the edge.{dropped_text(len(found.dropped))}",
+        caption=f"Iso-loss speedup over {found.baseline} at each scale, {digits.share(shown[0].level)} intervals. "
+        "Hollow: the baseline's law is extrapolated there. Dashed: trend with compute. Intervals far wider than the "
+        f"points differ are cut at the edge.{dropped_text(len(found.dropped))}",
         alt="; ".join(f"{s.method}: {s.mean:.3g} on average" for s in shown) + ".",
         draw=lambda width: speeds.speedup_by_scale(shown, baseline=found.baseline or "", width_in=width),
         data=pd.DataFrame(rows),
