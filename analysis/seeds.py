@@ -293,7 +293,7 @@ def _cautions(
             f"scale finds with 80% power only differences of {effect:.2f} SDs of the pair differences"
         )
         out.append(Caution(code="few-seeds", message=text))
-    if details["pairing"]["used"] == "unpaired" and details["pairing"]["df"] > 0:
+    if details["pairing"]["used"] == "unpaired" and details["sign_flip"]["pairs"]:
         rho, p = details["pairing"]["rho"], details["pairing"]["p_one_sided"]
         why = "the given noise is of single runs" if p < CORRELATED else "not shown to differ from 0"
         text = f"runs of one seed correlate by {rho:.2f}, {why}: the unpaired test is used"

@@ -404,7 +404,7 @@ def spread(args: argparse.Namespace) -> dict[str, Any]:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("cpu:gloo,cuda:nccl" if CUDA else "gloo")
     dense: dict[str, Any] = dict(TINY) if args.tiny else {"size": "5m"}
-    sparse = {**dense, "moe": {"num_experts": 8, "top_k": 2, "d_expert": 64}}
+    sparse = {**dense, "moe": {"num_experts": 8, "top_k": 2, "d_expert": 64, "bias_update_rate": 0.0}}
     for mode, model, kind in (("fp32", dense, ""), ("mixed", dense, ""), ("fp32", sparse, " experts")):
         curves: dict[str, dict[str, float]] = {}
         for parallel in ("ddp", "fsdp2", "none"):

@@ -144,6 +144,20 @@ def test_one_process_is_two_with_ddp_is_two_with_fsdp2(config: RunConfig, tmp_pa
 
 
 @pytest.mark.slow
+def test_experts_on_one_process_and_on_two(store: Path, make_config: Callable[..., RunConfig], tmp_path: Path) -> None:
+    """Routed experts too give the same losses; biases stand still, for a load's sign can turn on one rounding."""
+    experts = {"num_experts": 4, "top_k": 2, "d_expert": 16, "bias_update_rate": 0.0}
+    config = make_config(store, data={"batch_size": 7, "micro_batch_size": 2}, model={"moe": experts})
+    train(config, out=tmp_path / "one")
+    expected = losses(config, tmp_path / "one")
+    for parallel in ("ddp", "fsdp2"):
+        finish(launch(with_parallel(config, parallel), tmp_path / parallel, tmp_path))
+        found = losses(config, tmp_path / parallel)
+        assert found.keys() == expected.keys()
+        assert max(abs(found[key] - expected[key]) for key in expected) < TOLERANCE
+
+
+@pytest.mark.slow
 def test_a_signal_to_one_process_stops_all_of_them(
     store: Path, make_config: Callable[..., RunConfig], tmp_path: Path
 ) -> None:
