@@ -248,6 +248,16 @@ def _noisy(rows: list[dict[str, Any]]) -> list[Caution]:
     return [Caution(code="noisy-minima", message=text)]
 
 
+def profile_curve(sizes_m: Floats, losses_m: Floats, at_N: Floats, *, curve: str) -> Floats:
+    """The curve through one budget's losses whose minimum :func:`fit_isoflop` takes, at sizes within the range."""
+    log_n = np.log(sizes_m)
+    if curve == "parabola":
+        centre = log_n.mean()
+        return np.asarray(np.polyval(np.polyfit(log_n - centre, losses_m, 2), np.log(at_N) - centre))
+    spline = Akima1DInterpolator(log_n, np.log(np.maximum(losses_m, 1e-9)))
+    return np.asarray(np.exp(spline(np.log(at_N))), dtype=np.float64)
+
+
 def _minimum(p: _Profile, losses_Rm: Floats, curve: str) -> tuple[Floats, str]:
     """log N of each replicate's inner minimum, NaN where there is none, and why the first has none."""
     if curve == "parabola":

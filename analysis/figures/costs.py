@@ -97,7 +97,9 @@ def kernels(frame: pd.DataFrame, *, width_in: float = style.WIDE_IN) -> Figure:
                 f"{ms:.3g} ms", (share, place), xytext=(3, 0), textcoords="offset points", fontsize=6.5, va="center",
                 path_effects=[withStroke(linewidth=2.0, foreground=style.PAPER)],
             )  # fmt: skip
-        axis.set_yticks(places, [style.shorten(name, 22 if narrow else 40) for name in part["operation"]])
+        twice = part["operation"].duplicated(keep=False)
+        names = part["operation"].where(~twice, part["operation"] + ", " + part.get("pass", part["operation"]))
+        axis.set_yticks(places, [style.shorten(name, 22 if narrow else 40) for name in names])
         axis.tick_params(axis="y", labelsize=7)
         axis.set_ylim(len(part) - 0.4, -0.6)
         axis.grid(visible=False, axis="y")

@@ -9,6 +9,7 @@ from matplotlib.figure import Figure
 
 from scaling.analysis.arms import natural
 from scaling.analysis.figures import style
+from scaling.analysis.isoflop import profile_curve
 from scaling.analysis.result import Result
 
 
@@ -54,22 +55,14 @@ def isoflop(fit: Result, *, width_in: float = style.WIDE_IN) -> Figure:
     for shade, profile in zip(shades, sorted(profiles, key=lambda p: float(p["budget"])), strict=True):
         n, loss = np.array(profile["N"], dtype=float), np.array(profile["loss"], dtype=float)
         axis.plot(n, loss, "o", color=style.PALETTE[0], alpha=float(shade), markersize=3.5, linestyle="none")
-        if len(n) >= 3:
-            grid = np.linspace(np.log(n.min()), np.log(n.max()), 80)
-            middle = np.log(n).mean()
-            curve = np.polyfit(np.log(n) - middle, loss, 2)
-            axis.plot(
-                np.exp(grid),
-                np.polyval(curve, grid - middle),
-                color=style.PALETTE[0],
-                alpha=float(shade),
-                linewidth=1.2,
-            )
-            if profile["optimum"]:
-                at = float(profile["optimum"])
-                axis.plot(
-                    [at], [np.polyval(curve, np.log(at) - middle)], "D", color=style.PALETTE[1], markersize=5, zorder=4
-                )
+        grid = np.geomspace(n.min(), n.max(), 160)
+        grid[[0, -1]] = n.min(), n.max()  # to the last digit: beyond the sizes there is no curve
+        values = profile_curve(n, loss, grid, curve=fit.conventions["curve"])
+        axis.plot(grid, values, color=style.PALETTE[0], alpha=float(shade), linewidth=1.2)
+        if profile["optimum"]:
+            at = np.array([float(profile["optimum"])])
+            best = profile_curve(n, loss, at, curve=fit.conventions["curve"])
+            axis.plot(at, best, "D", color=style.PALETTE[1], markersize=5, zorder=4)
         axis.annotate(
             style.tick(float(f"{profile['budget']:.2g}")), (n.max(), loss[np.argmax(n)]), xytext=(4, 0),
             textcoords="offset points", fontsize=7, color=style.SOFT, va="center",

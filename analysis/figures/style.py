@@ -160,9 +160,9 @@ def log_axis(axis: Axes, which: str, *, powers_only: bool = False) -> None:
 
 
 def tick(value: float, _place: int = 0, *, powers: bool = False) -> str:
-    """A tick's text: plain from 0.0001, in thousands or millions from 10,000, a power of ten beyond.
+    """A tick's text: plain from 0.0001, in thousands, millions or billions from 10,000, then a power of ten.
 
-    >>> tick(0.25), tick(2500.0), tick(20000.0), tick(1e18), tick(3e15)
+    , tick(2500.0), tick(20000.0), tick(1e18), tick(3e15)
     ('0.25', '2,500', '20k', '$10^{18}$', '$3{\\\\times}10^{15}$')
     >>> tick(0.01, powers=True)
     '$10^{-2}$'
@@ -171,8 +171,8 @@ def tick(value: float, _place: int = 0, *, powers: bool = False) -> str:
         return "0"
     if powers:
         return _power(value)
-    for unit, size in (("M", 1e6), ("k", 1e3)):
-        if 10 * 1e3 <= abs(value) < 1e9 and abs(value) >= size:
+    for unit, size in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if 10 * 1e3 <= abs(value) < 1e12 and abs(value) >= size:
             return f"{value / size:,.6g}{unit}".replace("-", "\u2212")
     if _PLAIN <= abs(value) < 1e4:
         return f"{value:,.6g}".replace("-", "\u2212")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import sqlite3
 from pathlib import Path
 from types import ModuleType
@@ -12,6 +13,8 @@ import pandas as pd
 import pytest
 from typer.testing import CliRunner
 
+from scaling.analysis.figures import fits
+from scaling.analysis.isoflop import fit_isoflop
 from scaling.cli.main import app
 from tests.conftest import ROOT
 
@@ -110,3 +113,21 @@ def test_the_report_is_an_artifact_of_the_sweep_s_parent_run(tmp_path: Path) -> 
     before = {path: path.stat().st_mtime_ns for path in kept.iterdir()}
     call("runs", "sync", str(tmp_path / "runs"), "--store", store)
     assert {path: path.stat().st_mtime_ns for path in kept.iterdir()} == before
+
+
+@pytest.mark.parametrize("curve", ["akima", "parabola"])
+def test_isoflop_minima_lie_at_the_bottom_of_the_curves_drawn(curve: str) -> None:
+    """Losses that are no parabola: the curve drawn is the one whose minimum the fit takes."""
+    sizes = np.geomspace(1e6, 1e9, 9)
+    rows = [
+        {"N": n, "C": c, "loss": 2 + 50 * (n / 1e6) ** -0.6 + 300 * (n / c * 1e9) ** 0.4}
+        for c in (1e17, 1e18, 1e19)
+        for n in sizes
+    ]
+    fit = fit_isoflop(pd.DataFrame(rows), curve=curve)
+    lines = fits.isoflop(fit).axes[0].get_lines()
+    minima = [(before, line) for before, line in itertools.pairwise(lines) if line.get_marker() == "D"]
+    assert len(minima) == sum(profile["optimum"] is not None for profile in fit.details["profiles"]) >= 2
+    for drawn, marker in minima:
+        lowest = float(np.min(np.asarray(drawn.get_ydata(), dtype=float)))
+        assert float(np.asarray(marker.get_ydata(), dtype=float)[0]) == pytest.approx(lowest, rel=1e-3)
