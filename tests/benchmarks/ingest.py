@@ -11,7 +11,6 @@ import argparse
 import json
 import math
 import random
-import resource
 import shutil
 import sqlite3
 import subprocess
@@ -154,7 +153,9 @@ def measure_large(path: str) -> None:
     got = read_runs(f"sqlite:///{path}", histories=True)
     took_s = time.perf_counter() - started_s
     assert got.histories is not None
-    peak_gib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    # ru_maxrss would be the parent's, which a child inherits and which has read the same points by then
+    status = Path("/proc/self/status").read_text(encoding="utf-8")
+    peak_gib = int(next(line for line in status.splitlines() if line.startswith("VmHWM")).split()[1]) / 2**20
     print(json.dumps({"s": took_s, "gib": peak_gib, "points": len(got.histories), "runs": len(got.table)}))
 
 
