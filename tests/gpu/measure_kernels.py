@@ -4,6 +4,7 @@
     python tests/gpu/measure_kernels.py correct --part bank         # tests/kernels, compiled; streams, hyper, models
     python tests/gpu/measure_kernels.py sanitize                    # compute-sanitizer on the smallest shapes
     torchrun --nproc-per-node 2 tests/gpu/measure_kernels.py spread # DDP and FSDP2 against one process, with kernels
+    python tests/gpu/measure_kernels.py warm                        # compiles for all shapes, side by side
     python tests/gpu/measure_kernels.py kernels --shape d1024       # bench kernels
     python tests/gpu/measure_kernels.py train --shape d1024         # bench train, all methods; --implementation ...
     python tests/gpu/measure_kernels.py profile --shape d1024       # ncu where the ceiling is missed by over 15%
@@ -60,6 +61,7 @@ def plan(_: argparse.Namespace) -> None:
             print(f"python {script} correct --part {part} --keyword '{keyword}'")
     print(f"python {script} sanitize")
     print(f"torchrun --nproc-per-node 2 {script} spread")
+    print(f"python {script} warm")
     for shape in SHAPES:
         print(f"python {script} kernels --shape {shape}")
         for implementation in ("kernels", "compiled", "eager"):
@@ -212,6 +214,31 @@ def kernels(args: argparse.Namespace) -> None:
         print(f"{row['operation']:40} {row['pass']:9} {row['ms'][1]:8.3f} ms {row['ceiling_share']:6.1%}", flush=True)
 
 
+def warm(args: argparse.Namespace) -> None:
+    """Fill the compilers' caches with a step of every shape and method, a process each: ``train`` then only times.
+
+    ``--most`` processes run at a time; a step needs up to 25 GiB of the GPU's memory.
+    """
+    methods_of_call = args.method or [name for group in METHODS for name in group]
+    code = (
+        "import sys\nfrom scaling.kernels.benchmark import _step_rows\nfrom scaling.kernels.decoder import SHAPES\n"
+        "shape = next(s for s in SHAPES if s.name == sys.argv[1])\n"
+        "for method, run in (('baseline', 'compiled'), (sys.argv[2], 'kernels')):\n"
+        "    next(_step_rows(shape, 32768, method, run, 1))\n"
+    )
+    waiting = [(shape, method) for method in methods_of_call for shape in SHAPES]
+    running: dict[subprocess.Popen[str], tuple[str, str]] = {}
+    while waiting or running:
+        while waiting and len(running) < args.most:
+            job = waiting.pop(0)
+            started = subprocess.Popen([sys.executable, "-c", code, *job], cwd=ROOT, stderr=subprocess.PIPE, text=True)
+            running[started] = job
+        done = next(iter(running))  # they end in about the order in which they started
+        error = done.communicate()[1]
+        job = running.pop(done)
+        print(*job, "compiled" if done.returncode == 0 else error.strip().splitlines()[-1][:200], flush=True)
+
+
 def train(args: argparse.Namespace) -> None:
     """Whole steps of every method at one shape, by one implementation, beside the baseline."""
     from scaling.kernels.benchmark import bench_train
@@ -279,7 +306,7 @@ def table(args: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    calls = {f.__name__: f for f in (plan, correct, once, sanitize, spread, kernels, train, profile, table)}
+    calls = {f.__name__: f for f in (plan, correct, once, sanitize, spread, warm, kernels, train, profile, table)}
     parser.add_argument("call", choices=calls)
     parser.add_argument("--out", type=Path, default=Path("kernel-measurements"))
     parser.add_argument("--part", choices=PARTS, default="bank")
@@ -287,7 +314,7 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="d1024")
     parser.add_argument("--implementation", default="kernels")
     parser.add_argument("--method", action="append", help="only these methods")
-    parser.add_argument("--most", type=int, default=6, help="kernels to profile")
+    parser.add_argument("--most", type=int, default=6, help="kernels to profile, processes that compile")
     args = parser.parse_args()
     # not at import, which test collection does too
     if not CUDA:
