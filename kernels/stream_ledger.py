@@ -142,12 +142,10 @@ def forward_site(ledger: StreamLedger, bank: Tensor, site: int, source_TD: Tenso
         bank.data[newest_row(site, ledger.block)] = source_TD
     phase = ledger.phase_of(site)
     _make_streams(ledger, bank, site, phase, final=again)
-    mix_MTD = _mixes(ledger, site, phase, final=again)
+    mix_MTD = _mixes_again(ledger, site, phase) if again else _mixes(ledger, site, phase)
     newest_MTD = _newest(ledger, site, source_TD, final=again)
     output_TD = torch.empty_like(bank[0])
-    blend(
-        mix_MTD, newest_MTD, output_TD=output_TD, eps=ledger.streams.eps, final=again, **_site_weights(ledger, site)
-    )  # fmt: skip
+    blend(mix_MTD, newest_MTD, output_TD=output_TD, eps=ledger.streams.eps, **_site_weights(ledger, site))
     if not again and site == ledger.num_sites - 1:
         ledger.drop_streams()
     return output_TD
@@ -245,22 +243,26 @@ def _mix_phase(ledger: StreamLedger, phase: Phase, *, final: bool) -> None:
     ledger.phase = phase
 
 
-def _mixes(ledger: StreamLedger, site: int, phase: Phase, *, final: bool) -> Tensor:
-    """The site's mixes of the finished sources."""
-    if ledger.phase == phase:
-        assert ledger.mix_LMTD is not None
-        return ledger.mix_LMTD[site - phase.sites.start]
-    if not final:
+def _mixes(ledger: StreamLedger, site: int, phase: Phase) -> Tensor:
+    """The site's mixes of the finished sources, in the first forward pass."""
+    if ledger.phase != phase:
         _mix_phase(ledger, phase, final=False)
-        return _mixes(ledger, site, phase, final=False)
-    # recomputed while backward may hold the Go of another phase: the site by itself, in memory of its own
+    assert ledger.mix_LMTD is not None
+    return ledger.mix_LMTD[site - phase.sites.start]
+
+
+def _mixes_again(ledger: StreamLedger, site: int, phase: Phase) -> Tensor:
+    """The same to the bit when a site is recomputed, by itself: backward may hold the Go of its phase or another."""
     assert ledger.stream_FMTD is not None
     alone = Phase(
-        sites=range(site, site + 1), num_rows=phase.num_rows, first_base=ledger.bases[site],
+        sites=range(site, site + 1),
+        num_rows=phase.num_rows,
+        first_base=ledger.bases[site],
         first_pairs=newest_row(site, ledger.block) + 1,
-    )  # fmt: skip
+    )
     mix_LMTD = torch.empty_like(ledger.stream_FMTD[:1])
-    mix(ledger.stream_FMTD, alone, score_TPM=ledger.score_TPM, lse_TSM=ledger.lse_TSM, mix_LMTD=mix_LMTD, final=True)
+    logits: dict[str, Any] = {"score_TPM": ledger.score_TPM, "lse_TSM": ledger.lse_TSM}
+    mix(ledger.stream_FMTD, alone, mix_LMTD=mix_LMTD, final=False, **logits)
     return mix_LMTD[0]
 
 

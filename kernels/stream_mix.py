@@ -87,7 +87,7 @@ def _blend_kernel(
     mix_ptr,  # (M, T, D) mixes of the finished sources
     newest_ptr,  # (M, T, D) streams of the running sum
     score_ptr,  # (T, P, M) float32
-    lse_ptr,  # (T, S, M) float32; FINAL: of all sources, else in: of the finished ones, out: of all
+    lse_ptr,  # (T, S, M) float32; in: of the finished sources, out: of all
     phi_ptr,  # (M, M * D) float32 of the site, gates first
     scale_ptr,  # () float32
     bias_ptr,  # (M,) float32
@@ -100,7 +100,6 @@ def _blend_kernel(
     num_sites,
     eps,
     NEWEST: tl.constexpr,
-    FINAL: tl.constexpr,
     GATED: tl.constexpr,
     M: tl.constexpr,
     D: tl.constexpr,
@@ -122,12 +121,10 @@ def _blend_kernel(
         if NEWEST:
             lse = tl.load(lses_ptr, mask=mask, other=0.0)
             score = tl.load(score_ptr + (token * num_pairs + pair) * M + stream, mask=mask, other=0.0)
-            total = lse
-            if not FINAL:
-                top = tl.maximum(lse, score)
-                total = top + tl.log(tl.exp(lse - top) + tl.exp(score - top))
-                weight = tl.exp(lse - total)
-                tl.store(lses_ptr, total, mask=mask)
+            top = tl.maximum(lse, score)
+            total = top + tl.log(tl.exp(lse - top) + tl.exp(score - top))
+            weight = tl.exp(lse - total)
+            tl.store(lses_ptr, total, mask=mask)
             share = tl.exp(score - total)
         older = older + (weight[:, None],)
         newer = newer + (share[:, None],)
@@ -214,9 +211,8 @@ def blend(
     kept: Tensor,
     output_TD: Tensor,
     eps: float,
-    final: bool,
 ) -> None:
-    """Write a site's output and, unless ``final``, the log-sum-exps of all its sources; ``kept`` is for backward."""
+    """Write a site's output and the log-sum-exps of all its sources; ``kept`` is for the backward pass."""
     num_streams, num_tokens, width = mix_MTD.shape
     sides = tile(_BLEND, width)
     _blend_kernel[(triton.cdiv(num_tokens, sides["TOKENS"]),)](
@@ -236,7 +232,6 @@ def blend(
         lse_TSM.shape[1],
         eps,
         NEWEST=newest_MTD is not None,
-        FINAL=final,
         GATED=phi_KV is not None,
         M=num_streams,
         D=width,

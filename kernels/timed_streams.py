@@ -66,7 +66,7 @@ def stream_cases(shape: Shape, device: str) -> Iterator[Case]:
         yield f"streams score for {sites} sites", "forward", M * U + sites * pairs, call
     call = partial(mix, stream_FMTD, phase, mix_LMTD=mix_LMTD, final=False, **logits)
     yield f"streams mix {F} for {L} sites", "forward", (F + L) * M * U + F * L * pairs, call
-    call = partial(blend, mix_LMTD[0], newest_MTD, output_TD=torch.empty_like(source_TD), final=True, **site, **gates)
+    call = partial(blend, mix_LMTD[0], newest_MTD, output_TD=torch.empty_like(source_TD), **site, **gates)
     yield "streams blend", "forward", (2 * M + 1) * U, call
     call = partial(contract, mix_LMTD[0], newest_MTD, gradient_TD, scalar_WT=scalar_LWT[0], **site, **gates)
     yield "streams contract", "backward", (2 * M + 1) * U, call

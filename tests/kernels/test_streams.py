@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from scaling.errors import KernelError
 from scaling.kernels import stream_fold, stream_ledger, streams
@@ -204,20 +205,40 @@ def test_splits_and_determinism(device: torch.device, monkeypatch: pytest.Monkey
 
 
 class Tiny(torch.nn.Module):
-    """Two sublayers between three sites."""
+    """Three sublayers between four sites; blocks of two or three sublayers, two sublayers recomputed together."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, block: int = 2, scope: Scope = "source", again: bool = False) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.key = torch.nn.Parameter(torch.randn(3, 2, 16) * 0.3)
-        self.kernel = torch.nn.Parameter(torch.randn(3, 2, 16))
-        self.maps = torch.nn.ParameterList(torch.randn(16, 16) / 4 for _ in range(2))
+        self.key = torch.nn.Parameter(torch.randn(4, 2, 16) * 0.3)
+        self.kernel = torch.nn.Parameter(torch.randn(4, 2, 16))
+        self.maps = torch.nn.ParameterList(torch.randn(16, 16) / 4 for _ in range(3))
+        self.block, self.scope, self.again = block, scope, again
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        bank = StreamBank(self.key, [self.kernel], None, x_TD, None, block=2, scope="source", eps=EPS)
-        first = torch.tanh(bank.site(0, x_TD) @ self.maps[0])
-        both = first + torch.tanh(bank.site(1, first) @ self.maps[1])
-        return bank.site(2, both)
+        bank = StreamBank(self.key, [self.kernel], None, x_TD, None, block=self.block, scope=self.scope, eps=EPS)
+
+        def part(first: int, last: int, source: Tensor) -> Tensor:
+            for site in range(first, last):
+                out = torch.tanh(bank.site(site, source) @ self.maps[site])
+                source = out if site % self.block == 0 else source + out
+            return source
+
+        for first, last in ((0, 1), (1, 3)):  # the second pair of sites is of two blocks of two
+            x_TD = checkpoint(part, first, last, x_TD, use_reentrant=False) if self.again else part(first, last, x_TD)
+        return bank.site(3, x_TD)
+
+
+@pytest.mark.parametrize(("block", "scope"), [(2, "source"), (3, "source"), (2, "site")])
+def test_activation_checkpointing_is_exact(block: int, scope: Scope, device: torch.device) -> None:
+    """Recomputing sublayers and their sites gives the same bits, across the end of a block too."""
+    runs = []
+    for again in (False, True):
+        model, x = Tiny(block=block, scope=scope, again=again).to(device), torch.ones(1, 2, 16).to(device)
+        x = (x * torch.arange(1, 3, device=device).view(1, 2, 1)).requires_grad_()
+        output = model(x)
+        runs.append([output.detach(), *torch.autograd.grad(output.square().sum(), [x, *model.parameters()])])
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
 
 
 def test_compiles_without_graph_breaks(device: torch.device) -> None:
