@@ -82,16 +82,20 @@ class Points:
         import numpy as np
         import pandas as pd
 
-        keys, metrics = sorted(set(names.values())), sorted(self.metrics)
-        run_at, metric_at = {key: i for i, key in enumerate(keys)}, {name: i for i, name in enumerate(metrics)}
+        keys, seen = sorted(set(names.values())), set(self.metrics)
+        run_at = {key: i for i, key in enumerate(keys)}
         run_map = np.array([run_at[names[run]] if run in names else -1 for run in self.runs] or [0], np.int64)
-        metric_map = np.array([metric_at[name] for name in self.metrics] or [0], np.int64)
         run, metric = np.asarray(self.run, np.int32), np.asarray(self.metric, np.int32)
         columns: list[Any] = [np.asarray(self.step, np.int64), np.asarray(self.time_ms, np.int64)]
         columns.append(np.asarray(self.value, np.float64))
         if run_map.min() < 0:
             known = run_map[run] >= 0
             run, metric, *columns = (column[known] for column in (run, metric, *columns))
+            # categories are the metrics of these runs, whatever else the store holds
+            seen = {self.metrics[i] for i in np.flatnonzero(np.bincount(metric, minlength=1)).tolist()}
+        metrics = sorted(seen)
+        metric_at = {name: i for i, name in enumerate(metrics)}
+        metric_map = np.array([metric_at.get(name, 0) for name in self.metrics] or [0], np.int64)
         # Run and metric as one number, in as few bytes as hold it: memory that is not touched takes no time.
         count = len(keys) * len(metrics)
         dtype = np.uint16 if count < 2**16 else np.uint32 if count < 2**32 else np.int64

@@ -19,6 +19,7 @@ from scaling.analysis import database as database_module
 from scaling.analysis.collector import Collector
 from scaling.analysis.database import Database
 from scaling.analysis.ingest import read_runs
+from scaling.analysis.raw import Points
 
 OTHER_PROCESS = """
 import sqlite3, sys, time
@@ -138,3 +139,15 @@ def test_a_deleted_run_is_left_out_of_a_sweep_over_the_file(both: tuple[Path, st
     kept = whole.histories[whole.histories["run_key"] != gone].reset_index(drop=True)
     kept["run_key"] = kept["run_key"].cat.remove_unused_categories()
     pd.testing.assert_frame_equal(rest.histories, kept)
+
+
+def test_metrics_of_runs_left_out_are_no_categories() -> None:
+    """A reader of a whole file meets other sweeps' metrics: the rows kept are of those that a reader of one meets."""
+    points = Points(
+        runs=["a", "b", "c"], metrics=["val/loss", "mem/x", "train/loss"], run=[0, 1, 0, 2], metric=[2, 1, 0, 1],
+        step=[1, 1, 1, 1], time_ms=[5, 5, 5, 5], value=[0.5, 0.25, 0.75, 1.0],
+    )  # fmt: skip
+    got = points.frame({"a": "one"})
+    assert got["metric"].cat.categories.tolist() == ["train/loss", "val/loss"]
+    assert got["metric"].tolist() == ["train/loss", "val/loss"] and got["value"].tolist() == [0.5, 0.75]
+    assert Points(runs=["a"], metrics=["x"], run=[0], metric=[0], step=[1], time_ms=[5], value=[1.0]).frame({}).empty
