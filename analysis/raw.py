@@ -82,7 +82,7 @@ class Points:
         import numpy as np
         import pandas as pd
 
-        keys, seen = sorted(set(names.values())), set(self.metrics)
+        keys = sorted(set(names.values()))
         run_at = {key: i for i, key in enumerate(keys)}
         run_map = np.array([run_at[names[run]] if run in names else -1 for run in self.runs] or [0], np.int64)
         run, metric = np.asarray(self.run, np.int32), np.asarray(self.metric, np.int32)
@@ -91,9 +91,8 @@ class Points:
         if run_map.min() < 0:
             known = run_map[run] >= 0
             run, metric, *columns = (column[known] for column in (run, metric, *columns))
-            # categories are the metrics of these runs, whatever else the store holds
-            seen = {self.metrics[i] for i in np.flatnonzero(np.bincount(metric, minlength=1)).tolist()}
-        metrics = sorted(seen)
+        # categories are the metrics of these rows, whatever else the store holds
+        metrics = sorted({self.metrics[i] for i in np.flatnonzero(np.bincount(metric)).tolist()})
         metric_at = {name: i for i, name in enumerate(metrics)}
         metric_map = np.array([metric_at.get(name, 0) for name in self.metrics] or [0], np.int64)
         # Run and metric as one number, in as few bytes as hold it: memory that is not touched takes no time.

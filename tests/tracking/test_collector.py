@@ -150,4 +150,6 @@ def test_metrics_of_runs_left_out_are_no_categories() -> None:
     got = points.frame({"a": "one"})
     assert got["metric"].cat.categories.tolist() == ["train/loss", "val/loss"]
     assert got["metric"].tolist() == ["train/loss", "val/loss"] and got["value"].tolist() == [0.5, 0.75]
+    points = Points(runs=["a"], metrics=["x", "y"], run=[0], metric=[1], step=[1], time_ms=[5], value=[1.0])
+    assert points.frame({"a": "one"})["metric"].cat.categories.tolist() == ["y"]
     assert Points(runs=["a"], metrics=["x"], run=[0], metric=[0], step=[1], time_ms=[5], value=[1.0]).frame({}).empty
