@@ -27,6 +27,7 @@ from scaling.sweeps.pool import Pool
 from scaling.sweeps.request import TRAINER, Outcome, Request
 
 LOCAL: Final = "local"  # in the sweep folder: one file for each pool that runs now
+_CLOCK_SLACK_MS = 10_000  # a process's start is counted from the boot, and the clock may have been set since
 
 Tick = Callable[[frozenset[str]], None]
 
@@ -193,21 +194,22 @@ def pools(sweep_folder: Path) -> list[dict[str, Any]]:
             tree = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError):
             continue
-        if tree["host"] == socket.gethostname() and not _is_pool(int(tree["pid"])):
+        if tree["host"] == socket.gethostname() and not _is_pool(int(tree["pid"]), int(tree["started_ms"])):
             path.unlink(missing_ok=True)
             continue
         found.append(tree)
     return found
 
 
-def _is_pool(pid: int) -> bool:
-    """Whether the process is a Python of ours: process ids are used again."""
+def _is_pool(pid: int, started_ms: int) -> bool:
+    """Whether the process is the one that wrote the file: ids are used again, by processes that began later."""
     import psutil
 
     try:
-        return any("scaling" in word or "pytest" in word for word in psutil.Process(pid).cmdline())
+        began_s: float = psutil.Process(pid).create_time()
     except psutil.Error:
         return False
+    return began_s * 1e3 <= started_ms + _CLOCK_SLACK_MS
 
 
 def detach(arguments: Sequence[str], sweep_folder: Path) -> tuple[int, Path]:

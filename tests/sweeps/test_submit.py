@@ -7,6 +7,7 @@ import os
 import re
 import socket
 import subprocess
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -618,7 +619,11 @@ def test_a_local_pool_is_cancelled_whole_or_not_at_all(make: Any, fake: Any) -> 
     file = planned.sweep_folder / "local" / "x.json"
     file.parent.mkdir(parents=True)
     keys = [run.key for run in planned.runs]
-    file.write_text(json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "keys": keys}), encoding="utf-8")
+    tree = {"pid": os.getpid(), "host": socket.gethostname(), "started_ms": time.time_ns() // 10**6, "keys": keys}
+    file.write_text(json.dumps(tree), encoding="utf-8")
     rows = choose(status(planned).runs, pattern="s1")
     with pytest.raises(UsageError, match=r"process \d+ here trains .*cancel the whole sweep"):
         cancel(planned, rows, fake.slurm, everything=False)
+    file.write_text(json.dumps({**tree, "started_ms": 1}), encoding="utf-8")  # its process id has been used again
+    cancel(planned, rows, fake.slurm, everything=False)
+    assert not file.exists()
