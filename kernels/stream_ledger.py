@@ -74,9 +74,13 @@ class StreamLedger(Order):
             size = triton.cdiv(stop - start, triton.cdiv(stop - start, MAX_SITES))
             first = site - (site - start) % size
             sites = range(first, min(first + size, stop))
+        return self.over(sites)
+
+    def over(self, sites: range) -> Phase:
+        """What sites of one block read."""
         return Phase(
             sites=sites,
-            num_rows=start // self.block + 1,
+            num_rows=sites.start // self.block + 1,
             first_base=self.bases[sites.start],
             first_pairs=newest_row(sites.start, self.block) + 1,
         )
@@ -142,7 +146,7 @@ def forward_site(ledger: StreamLedger, bank: Tensor, site: int, source_TD: Tenso
         bank.data[newest_row(site, ledger.block)] = source_TD
     phase = ledger.phase_of(site)
     _make_streams(ledger, bank, site, phase, final=again)
-    mix_MTD = _mixes_again(ledger, site, phase) if again else _mixes(ledger, site, phase)
+    mix_MTD = _mixes_again(ledger, site) if again else _mixes(ledger, site, phase)
     newest_MTD = _newest(ledger, site, source_TD, final=again)
     output_TD = torch.empty_like(bank[0])
     blend(mix_MTD, newest_MTD, output_TD=output_TD, eps=ledger.streams.eps, **_site_weights(ledger, site))
@@ -167,7 +171,7 @@ def backward_site(ledger: StreamLedger, bank: Tensor, site: int, gradient_TD: Te
     weights = _site_weights(ledger, site)
     logit_gradient_TM = contract(
         mix_MTD, newest_MTD, gradient_TD, scalar_WT=scalar_WT, eps=ledger.streams.eps, **weights
-    )  # fmt: skip
+    )
     num_streams, num_tokens, width = mix_MTD.shape
     splits = num_splits(num_tokens, width // chunk(width, 64) * num_streams)
     del weights["scale"], weights["bias_M"], weights["kept"]
@@ -233,13 +237,18 @@ def _make_streams(ledger: StreamLedger, bank: Tensor, site: int, phase: Phase, *
     ledger.made_rows = max(ledger.made_rows, phase.num_rows)
 
 
+def _mix(ledger: StreamLedger, phase: Phase, mix_LMTD: Tensor, *, final: bool) -> None:
+    assert ledger.stream_FMTD is not None
+    logits: dict[str, Any] = {"score_TPM": ledger.score_TPM, "lse_TSM": ledger.lse_TSM}
+    mix(ledger.stream_FMTD, phase, mix_LMTD=mix_LMTD, final=final, **logits)
+
+
 def _mix_phase(ledger: StreamLedger, phase: Phase, *, final: bool) -> None:
     assert ledger.stream_FMTD is not None
     if ledger.mix_LMTD is None or len(ledger.mix_LMTD) < len(phase.sites):
-        ledger.mix_LMTD = None
-        ledger.mix_LMTD = torch.empty_like(ledger.stream_FMTD[:1]).expand(len(phase.sites), -1, -1, -1).contiguous()
-    logits: dict[str, Any] = {"score_TPM": ledger.score_TPM, "lse_TSM": ledger.lse_TSM}
-    mix(ledger.stream_FMTD, phase, mix_LMTD=ledger.mix_LMTD, final=final, **logits)
+        ledger.mix_LMTD = None  # before the larger one is made
+        ledger.mix_LMTD = ledger.stream_FMTD.new_empty((len(phase.sites), *ledger.stream_FMTD.shape[1:]))
+    _mix(ledger, phase, ledger.mix_LMTD, final=final)
     ledger.phase = phase
 
 
@@ -251,18 +260,11 @@ def _mixes(ledger: StreamLedger, site: int, phase: Phase) -> Tensor:
     return ledger.mix_LMTD[site - phase.sites.start]
 
 
-def _mixes_again(ledger: StreamLedger, site: int, phase: Phase) -> Tensor:
+def _mixes_again(ledger: StreamLedger, site: int) -> Tensor:
     """The same to the bit when a site is recomputed, by itself: backward may hold the Go of its phase or another."""
     assert ledger.stream_FMTD is not None
-    alone = Phase(
-        sites=range(site, site + 1),
-        num_rows=phase.num_rows,
-        first_base=ledger.bases[site],
-        first_pairs=newest_row(site, ledger.block) + 1,
-    )
     mix_LMTD = torch.empty_like(ledger.stream_FMTD[:1])
-    logits: dict[str, Any] = {"score_TPM": ledger.score_TPM, "lse_TSM": ledger.lse_TSM}
-    mix(ledger.stream_FMTD, alone, mix_LMTD=mix_LMTD, final=False, **logits)
+    _mix(ledger, ledger.over(range(site, site + 1)), mix_LMTD, final=False)
     return mix_LMTD[0]
 
 
