@@ -4,7 +4,8 @@ Backward reaches the producer of source i only after all sites that read it, so 
 known when ``dv_i`` is needed (reference.route_gradients has the sums):
 
 - :func:`receive` turns the gradient that arrives at a site into ``G_s`` in its bank row and ``delta_s = <G_s, o_s>``;
-- :func:`gather` finishes one source with the sites inside its group, one token a program.
+- :func:`gather` finishes one source with the sites inside its group; the tokens of a program share what it reads of
+  the queries, which would take as much of the L2's bandwidth as G.
 
 What sites outside the group contribute, and the queries' gradients, are in :mod:`scaling.kernels.gather_group`.
 
@@ -17,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from scaling.kernels.tile import head_tile, load_tile, narrow, store_tile, token_offsets
+from scaling.kernels.tile import head_tile, load_parts, narrow, store_parts, sum_product, token_offsets, zero_parts
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -35,37 +36,45 @@ def _receive_kernel(
     H: tl.constexpr,
     HP: tl.constexpr,
     C: tl.constexpr,
-    CP: tl.constexpr,
+    PARTS: tl.constexpr,
+    SIDE: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     D: tl.constexpr = H * C
+    MASKED: tl.constexpr = HP * PARTS * SIDE != D
+    kind: tl.constexpr = gradient_ptr.dtype.element_ty
     program = tl.program_id(0)
-    head = tl.arange(0, HP)
-    column = tl.arange(0, CP)
-    offsets = head[:, None] * C + column[None, :]
-    mask = (head[:, None] < H) & (column[None, :] < C)
-    MASKED: tl.constexpr = (HP != H) or (CP != C)
+    head, head_mask, spot, mask = token_offsets(H, HP, C, SIDE)
     if NORM:
-        gain = load_tile(gain_ptr, offsets, mask, MASKED).to(tl.float32)
-        gain_gradient = tl.zeros([HP, CP], tl.float32)
+        gain = load_parts(gain_ptr, spot, mask, PARTS, SIDE, MASKED)
+        gain_gradient = zero_parts(gain[0], PARTS)
     first = program * TOKENS
     for token in tl.range(first, tl.minimum(first + TOKENS, num_tokens), num_stages=STAGES):
         base = tl.cast(token, tl.int64) * D
-        incoming = load_tile(incoming_ptr + base, offsets, mask, MASKED).to(tl.float32)
-        output = load_tile(output_ptr + base, offsets, mask, MASKED).to(tl.float32)
+        incoming = load_parts(incoming_ptr + base, spot, mask, PARTS, SIDE, MASKED)
+        output = load_parts(output_ptr + base, spot, mask, PARTS, SIDE, MASKED)
         if NORM:
             factor = tl.load(output_factor_ptr + token)
-            unit = output * factor
-            gain_gradient += incoming * unit
-            incoming *= gain
-            radial = tl.sum(tl.sum(incoming * unit, 1), 0) / D
-            incoming = factor * (incoming - unit * radial)
-        rounded = narrow(incoming, gradient_ptr.dtype.element_ty)
-        store_tile(gradient_ptr + base, offsets, rounded, mask, MASKED)
-        delta = tl.sum(rounded.to(tl.float32) * output, 1)
-        tl.store(delta_ptr + tl.cast(token, tl.int64) * H + head, delta, mask=head < H)
+            units = ()
+            gained = ()
+            more = ()
+            for part in tl.static_range(PARTS):
+                units += (output[part].to(tl.float32) * factor,)
+                more += (gain_gradient[part] + incoming[part].to(tl.float32) * units[part],)
+                gained += (incoming[part].to(tl.float32) * gain[part].to(tl.float32),)
+            gain_gradient = more
+            radial = tl.sum(sum_product(gained, units, PARTS), 0) / D
+            incoming = ()
+            for part in tl.static_range(PARTS):
+                incoming += (factor * (gained[part] - units[part] * radial),)
+        rounded = ()
+        for part in tl.static_range(PARTS):
+            rounded += (narrow(incoming[part].to(tl.float32), kind),)
+        store_parts(gradient_ptr + base, spot, rounded, mask, PARTS, SIDE, MASKED)
+        tl.store(delta_ptr + tl.cast(token, tl.int64) * H + head, sum_product(rounded, output, PARTS), mask=head_mask)
     if NORM:
-        store_tile(gain_gradient_ptr + program.to(tl.int64) * D, offsets, gain_gradient, mask, MASKED)
+        line_ptr = gain_gradient_ptr + program.to(tl.int64) * D
+        store_parts(line_ptr, spot, gain_gradient, mask, PARTS, SIDE, MASKED)
 
 
 @triton.jit(do_not_specialize=["first_site", "num_sites", "num_tokens"])
@@ -92,84 +101,81 @@ def _gather_kernel(
     H: tl.constexpr,
     HP: tl.constexpr,
     C: tl.constexpr,
-    MAIN: tl.constexpr,
-    REST: tl.constexpr,
+    PARTS: tl.constexpr,
+    SIDE: tl.constexpr,
+    TOKENS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    token = tl.program_id(0).to(tl.int64)
     D: tl.constexpr = H * C
-    head, head_mask, main, main_mask, rest, rest_mask = token_offsets(H, HP, C, MAIN, REST)
-    MASKED: tl.constexpr = HP != H
-    REST_MASKED: tl.constexpr = (HP != H) or (MAIN + REST != C)
-    value = load_tile(value_ptr + token * D, main, main_mask, MASKED).to(tl.float32)
-    if REST > 0:
-        value_rest = load_tile(value_ptr + token * D, rest, rest_mask, REST_MASKED).to(tl.float32)
+    MASKED: tl.constexpr = HP * PARTS * SIDE != D
+    head, head_mask, query_spot, query_mask = token_offsets(H, HP, C, SIDE)
+    first = tl.program_id(0).to(tl.int64) * TOKENS
+    # Past the last token a program repeats it: the same values go to the same places.
+    token = tl.minimum(tl.arange(0, TOKENS), (num_tokens - 1 - first).to(tl.int32))
+    pair = token[:, None] * H + head[None, :]
+    pair_mask = head_mask[None, :]
+    spot = token[:, None, None] * D + query_spot[None, :, :]
+    mask = query_mask[None, :, :]
+    value = load_parts(value_ptr + first * D, spot, mask, PARTS, SIDE, MASKED)
     if HAS_FACTOR:
         if PER_HEAD:
-            factor = tl.load(value_factor_ptr + token * H + head, mask=head_mask, other=0.0)
+            factor = tl.load(value_factor_ptr + first * H + pair, mask=pair_mask, other=0.0)
         else:
-            factor = tl.load(value_factor_ptr + token)
+            factor = tl.load(value_factor_ptr + first + token)[:, None]
     else:
-        square = tl.sum(value * value, 1)
-        if REST > 0:
-            square += tl.sum(value_rest * value_rest, 1)
+        square = sum_product(value, value, PARTS)
         if PER_HEAD:
             factor = 1.0 / tl.sqrt_rn(square / C + eps)
         else:
-            factor = 1.0 / tl.sqrt_rn(tl.sum(square, 0) / D + eps)
+            factor = 1.0 / tl.sqrt_rn(tl.sum(square, 1) / D + eps)[:, None]
     # The partial result is added after the loop, so that its load is in flight together with the first rows.
-    result = tl.zeros([HP, MAIN], tl.float32)
-    if REST > 0:
-        result_rest = tl.zeros([HP, REST], tl.float32)
+    result = zero_parts(value[0], PARTS)
     if PARTIAL:
-        partial = load_tile(partial_ptr + token * D, main, main_mask, MASKED)
-        if REST > 0:
-            partial_rest = load_tile(partial_ptr + token * D, rest, rest_mask, REST_MASKED)
+        partial = load_parts(partial_ptr + first * D, spot, mask, PARTS, SIDE, MASKED)
     if RADIAL:
-        radial = tl.load(partial_radial_ptr + token * H + head, mask=head_mask, other=0.0)
+        radial = tl.load(partial_radial_ptr + first * H + pair, mask=pair_mask, other=0.0)
     else:
-        radial = tl.zeros([HP], tl.float32)
-    row_ptr = gradient_ptr + token * D
+        radial = tl.zeros([TOKENS, HP], tl.float32)
+    row_ptr = gradient_ptr + first * D
     query_row_ptr = query_ptr + tl.cast(first_site, tl.int64) * D
-    score_ptr = (tl.cast(first_site, tl.int64) * num_tokens + token) * H
-    coefficient_row_ptr = coefficient_ptr + token * H
+    score_ptr = (tl.cast(first_site, tl.int64) * num_tokens + first) * H
+    coefficient_row_ptr = coefficient_ptr + first * H
     for _ in tl.range(0, num_sites, num_stages=STAGES):
-        gradient = load_tile(row_ptr, main, main_mask, MASKED).to(tl.float32)
-        query = load_tile(query_row_ptr, main, main_mask, MASKED).to(tl.float32)
-        score = tl.sum(value * query, 1)
-        along = tl.sum(value * gradient, 1)
-        if REST > 0:
-            gradient_rest = load_tile(row_ptr, rest, rest_mask, REST_MASKED).to(tl.float32)
-            query_rest = load_tile(query_row_ptr, rest, rest_mask, REST_MASKED).to(tl.float32)
-            score += tl.sum(value_rest * query_rest, 1)
-            along += tl.sum(value_rest * gradient_rest, 1)
-        score *= factor
-        lse = tl.load(lse_ptr + score_ptr + head, mask=head_mask, other=0.0)
-        delta = tl.load(delta_ptr + score_ptr + head, mask=head_mask, other=0.0)
+        gradient = load_parts(row_ptr, spot, mask, PARTS, SIDE, MASKED)
+        flat_query = load_parts(query_row_ptr, query_spot, query_mask, PARTS, SIDE, MASKED)
+        query = ()
+        for part in tl.static_range(PARTS):
+            query += (flat_query[part][None, :, :],)
+        score = sum_product(value, query, PARTS) * factor
+        along = sum_product(value, gradient, PARTS)
+        lse = tl.load(lse_ptr + score_ptr + pair, mask=pair_mask, other=0.0)
+        delta = tl.load(delta_ptr + score_ptr + pair, mask=pair_mask, other=0.0)
         weight = tl.exp(score - lse)
         score_gradient = weight * (along - delta)
         coefficient = score_gradient * factor
         radial += score_gradient * score
-        result += weight[:, None] * gradient + coefficient[:, None] * query
-        if REST > 0:
-            result_rest += weight[:, None] * gradient_rest + coefficient[:, None] * query_rest
-        tl.store(coefficient_row_ptr + head, narrow(coefficient, coefficient_ptr.dtype.element_ty), mask=head_mask)
+        more = ()
+        for part in tl.static_range(PARTS):
+            given = weight[:, :, None] * gradient[part].to(tl.float32)
+            more += (result[part] + given + coefficient[:, :, None] * query[part].to(tl.float32),)
+        result = more
+        tl.store(coefficient_row_ptr + pair, narrow(coefficient, coefficient_ptr.dtype.element_ty), mask=pair_mask)
         row_ptr += row_stride
         query_row_ptr += D
         score_ptr += num_tokens.to(tl.int64) * H
         coefficient_row_ptr += num_tokens.to(tl.int64) * H
-    if PARTIAL:
-        result += partial.to(tl.float32)
-        if REST > 0:
-            result_rest += partial_rest.to(tl.float32)
-    radial = tl.where(head_mask, radial, 0.0)
+    radial = tl.where(pair_mask, radial, 0.0)
     if PER_HEAD:
-        along_value = (factor * factor / C * radial)[:, None]
+        along_value = (factor * factor / C * radial)[:, :, None]
     else:
-        along_value = factor * factor / D * tl.sum(radial, 0)
-    store_tile(result_ptr + token * D, main, result - along_value * value, main_mask, MASKED)
-    if REST > 0:
-        store_tile(result_ptr + token * D, rest, result_rest - along_value * value_rest, rest_mask, REST_MASKED)
+        along_value = (factor * factor / D * tl.sum(radial, 1)[:, None])[:, :, None]
+    total = ()
+    for part in tl.static_range(PARTS):
+        whole = result[part] - along_value * value[part].to(tl.float32)
+        if PARTIAL:
+            whole += partial[part].to(tl.float32)
+        total += (whole,)
+    store_parts(result_ptr + first * D, spot, total, mask, PARTS, SIDE, MASKED)
 
 
 def receive(
@@ -202,10 +208,7 @@ def receive(
         num_tokens,
         TOKENS=tokens,
         NORM=gain_D is not None,
-        H=heads,
-        HP=tile.padded_heads,
-        C=tile.head_width,
-        CP=triton.next_power_of_2(tile.head_width),
+        **tile.token_sides,
         STAGES=stages,
         num_warps=warps,
     )
@@ -234,8 +237,8 @@ def gather(
     """
     num_tokens, width = value_TD.shape
     tile = head_tile(width, lse_STH.shape[-1])
-    warps, stages = _gather_tuning(width)
-    _gather_kernel[(num_tokens,)](
+    tokens, warps, stages = _gather_tuning(width)
+    _gather_kernel[(triton.cdiv(num_tokens, tokens),)](
         value_TD,
         gradient_MTD,
         query_SD,
@@ -256,6 +259,7 @@ def gather(
         HAS_FACTOR=value_factor_T is not None,
         PER_HEAD=per_head,
         **tile.token_sides,
+        TOKENS=tokens,
         STAGES=stages,
         num_warps=warps,
     )
@@ -266,6 +270,6 @@ def _receive_tuning(num_tokens: int, width: int) -> tuple[int, int, int]:
     return max(1, triton.cdiv(num_tokens, 1024)), (2 if width <= 512 else 4 if width <= 1024 else 8), 3
 
 
-def _gather_tuning(width: int) -> tuple[int, int]:
-    """Warps and pipeline stages of :func:`gather` that measured best on an H200 (NOTES.md)."""
-    return (1 if width <= 512 or width == 2048 else 2 if width <= 2048 else 4), 3
+def _gather_tuning(width: int) -> tuple[int, int, int]:
+    """Tokens a program, warps and pipeline stages of :func:`gather` that measured best on an H200 (NOTES.md)."""
+    return 2, (2 if width <= 512 else 4 if width <= 2048 else 8), 3

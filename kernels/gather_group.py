@@ -50,8 +50,9 @@ def _gather_group_kernel(
     EXACT: tl.constexpr,
 ):
     D: tl.constexpr = H * C
-    head = tl.program_id(1)
-    first_token = tl.program_id(0) * TOKENS
+    # The heads of a token run side by side: its row is read in one piece, and so are the sectors of lse and delta.
+    head = tl.program_id(0) % H
+    first_token = tl.program_id(0) // H * TOKENS
     last_token = tl.minimum(first_token + TOKENS, num_tokens)
     source = tl.arange(0, SOURCES)
     site = tl.arange(0, SITES)
@@ -207,7 +208,7 @@ def gather_group(
     tile = head_tile(width, lse_STH.shape[-1])
     padded = max(16, triton.next_power_of_2(len(sites)))
     tokens, warps, stages = _gather_group_tuning(tile.head_width, padded)
-    _gather_group_kernel[(triton.cdiv(num_tokens, tokens), tile.heads)](
+    _gather_group_kernel[(triton.cdiv(num_tokens, tokens) * tile.heads,)](
         value_KTD,
         gradient_MTD,
         query_SD,
@@ -281,10 +282,14 @@ def query_gradient(
 def _gather_group_tuning(head_width: int, sites: int) -> tuple[int, int, int]:
     """Tokens a program, warps and pipeline stages of :func:`gather_group` that measured best on an H200 (NOTES.md)."""
     elements = sites * head_width
+    if elements <= 2048:
+        return 16, 1, 3
+    if elements <= 4096 and head_width <= 160:
+        return 16, 1, 2
     if elements <= 5120:
-        return 32, (1 if elements <= 2560 else 2), 3
+        return 16, 2, 3
     if head_width & (head_width - 1):
-        return 8, 2, 2
+        return 16, 2, 2
     return 32, 4, (3 if sites <= 32 else 2)
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from scaling.kernels.hyper import HC, SUM, Rule, largest_part
 from scaling.kernels.tile import dot, is_exact, narrow
 
-_TOKENS, _COLUMNS, _WARPS = 32, 32, 4  # of a program that spreads: a row of 8 columns a thread
+_TOKENS, _COLUMNS, _WARPS = 16, 64, 2  # of a program that spreads: a row of 8 columns a thread
 
 
 @triton.jit

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from scaling.kernels.tile import head_tile, load_tile, store_tile, token_offsets
+from scaling.kernels.tile import head_tile, load_parts, store_parts, sum_product, token_offsets, weigh_parts, zero_parts
 
 
 @triton.jit(do_not_specialize=["first_row", "last_row", "write_row", "site", "num_tokens"])
@@ -44,45 +44,33 @@ def _pull_kernel(
     H: tl.constexpr,
     HP: tl.constexpr,
     C: tl.constexpr,
-    MAIN: tl.constexpr,
-    REST: tl.constexpr,
+    PARTS: tl.constexpr,
+    SIDE: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     D: tl.constexpr = H * C
-    head, head_mask, main, main_mask, rest, rest_mask = token_offsets(H, HP, C, MAIN, REST)
-    MASKED: tl.constexpr = HP != H
-    REST_MASKED: tl.constexpr = (HP != H) or (MAIN + REST != C)
+    MASKED: tl.constexpr = HP * PARTS * SIDE != D
     FACTORS: tl.constexpr = H if PER_HEAD else 1
+    head, head_mask, spot, mask = token_offsets(H, HP, C, SIDE)
     site = site.to(tl.int64)
-    query_row = query_ptr + site * D
     lse_row = lse_ptr + (site * num_tokens + token) * H
 
     # These loads are issued before the loop and used after it, so that they are in flight together with its first rows.
-    query = load_tile(query_row, main, main_mask, MASKED).to(tl.float32)
-    newest = load_tile(source_ptr + token * D, main, main_mask, MASKED)
-    if REST > 0:
-        query_rest = load_tile(query_row, rest, rest_mask, REST_MASKED).to(tl.float32)
-        newest_rest = load_tile(source_ptr + token * D, rest, rest_mask, REST_MASKED)
+    query = load_parts(query_ptr + site * D, spot, mask, PARTS, SIDE, MASKED)
+    newest = load_parts(source_ptr + token * D, spot, mask, PARTS, SIDE, MASKED)
     if PARTIAL:
-        older = load_tile(partial_ptr + token * D, main, main_mask, MASKED)
+        older = load_parts(partial_ptr + token * D, spot, mask, PARTS, SIDE, MASKED)
         older_lse = tl.load(partial_lse_ptr + token * H + head, mask=head_mask, other=0.0)
-        if REST > 0:
-            older_rest = load_tile(partial_ptr + token * D, rest, rest_mask, REST_MASKED)
 
     top = tl.full([HP], float("-inf"), tl.float32)
     total = tl.zeros([HP], tl.float32)
-    mixed = tl.zeros([HP, MAIN], tl.float32)
-    if REST > 0:
-        mixed_rest = tl.zeros([HP, REST], tl.float32)
+    mixed = zero_parts(newest[0], PARTS)
     row_ptr = bank_ptr + first_row.to(tl.int64) * row_stride + token * D
     row_factor_ptr = factor_ptr + (first_row.to(tl.int64) * num_tokens + token) * FACTORS
     for _ in tl.range(first_row, last_row, num_stages=STAGES):
-        value = load_tile(row_ptr, main, main_mask, MASKED).to(tl.float32)
-        score = tl.sum(value * query, 1)
-        if REST > 0:
-            value_rest = load_tile(row_ptr, rest, rest_mask, REST_MASKED).to(tl.float32)
-            score += tl.sum(value_rest * query_rest, 1)
+        value = load_parts(row_ptr, spot, mask, PARTS, SIDE, MASKED)
+        score = sum_product(value, query, PARTS)
         if PER_HEAD:
             score *= tl.load(row_factor_ptr + head, mask=head_mask, other=0.0)
         else:
@@ -90,72 +78,54 @@ def _pull_kernel(
         new_top = tl.maximum(top, score)
         keep = tl.exp(top - new_top)
         share = tl.exp(score - new_top)
-        mixed = mixed * keep[:, None] + value * share[:, None]
-        if REST > 0:
-            mixed_rest = mixed_rest * keep[:, None] + value_rest * share[:, None]
+        mixed = weigh_parts(keep, mixed, share, value, PARTS)
         total = total * keep + share
         top = new_top
         row_ptr += row_stride
         row_factor_ptr += num_tokens * FACTORS
 
-    wide = newest.to(tl.float32)
-    square = tl.sum(wide * wide, 1)
-    score = tl.sum(wide * query, 1)
-    if REST > 0:
-        wide_rest = newest_rest.to(tl.float32)
-        square += tl.sum(wide_rest * wide_rest, 1)
-        score += tl.sum(wide_rest * query_rest, 1)
+    square = sum_product(newest, newest, PARTS)
     if PER_HEAD:
         factor = 1.0 / tl.sqrt_rn(square / C + eps)
     else:
         factor = 1.0 / tl.sqrt_rn(tl.sum(square, 0) / D + eps)
-    score *= factor
+    score = sum_product(newest, query, PARTS) * factor
     new_top = tl.maximum(top, score)
     if PARTIAL:
         new_top = tl.maximum(new_top, older_lse)
     keep = tl.exp(top - new_top)
     share = tl.exp(score - new_top)
     total = total * keep + share
-    mixed = mixed * keep[:, None] + wide * share[:, None]
-    if REST > 0:
-        mixed_rest = mixed_rest * keep[:, None] + wide_rest * share[:, None]
+    mixed = weigh_parts(keep, mixed, share, newest, PARTS)
     if PARTIAL:
         older_share = tl.exp(older_lse - new_top)
         total += older_share
-        mixed += older.to(tl.float32) * older_share[:, None]
-        if REST > 0:
-            mixed_rest += older_rest.to(tl.float32) * older_share[:, None]
+        mixed = weigh_parts(tl.full([HP], 1.0, tl.float32), mixed, older_share, older, PARTS)
         # The partial result may live in the row that the newest source is about to overwrite.
         tl.debug_barrier()
     top = new_top
     if WRITE:
         write_row = write_row.to(tl.int64)
-        store_tile(bank_ptr + write_row * row_stride + token * D, main, newest, main_mask, MASKED)
-        if REST > 0:
-            store_tile(bank_ptr + write_row * row_stride + token * D, rest, newest_rest, rest_mask, REST_MASKED)
+        store_parts(bank_ptr + write_row * row_stride + token * D, spot, newest, mask, PARTS, SIDE, MASKED)
         write_factor_ptr = factor_ptr + (write_row * num_tokens + token) * FACTORS
         if PER_HEAD:
             tl.store(write_factor_ptr + head, factor, mask=head_mask)
         else:
             tl.store(write_factor_ptr, factor)
 
-    mixed = mixed / total[:, None]
-    store_tile(output_ptr + token * D, main, mixed, main_mask, MASKED)
-    if REST > 0:
-        mixed_rest = mixed_rest / total[:, None]
-        store_tile(output_ptr + token * D, rest, mixed_rest, rest_mask, REST_MASKED)
+    output = ()
+    for part in tl.static_range(PARTS):
+        output += (mixed[part] / total[:, None],)
+    store_parts(output_ptr + token * D, spot, output, mask, PARTS, SIDE, MASKED)
     tl.store(lse_row + head, top + tl.log(total), mask=head_mask)
     if NORM:
-        square = tl.sum(mixed * mixed, 1)
-        if REST > 0:
-            square += tl.sum(mixed_rest * mixed_rest, 1)
-        output_factor = 1.0 / tl.sqrt_rn(tl.sum(square, 0) / D + output_eps)
+        output_factor = 1.0 / tl.sqrt_rn(tl.sum(sum_product(output, output, PARTS), 0) / D + output_eps)
         tl.store(output_factor_ptr + token, output_factor)
-        gain = load_tile(gain_ptr, main, main_mask, MASKED).to(tl.float32)
-        store_tile(normed_ptr + token * D, main, mixed * output_factor * gain, main_mask, MASKED)
-        if REST > 0:
-            gain_rest = load_tile(gain_ptr, rest, rest_mask, REST_MASKED).to(tl.float32)
-            store_tile(normed_ptr + token * D, rest, mixed_rest * output_factor * gain_rest, rest_mask, REST_MASKED)
+        gain = load_parts(gain_ptr, spot, mask, PARTS, SIDE, MASKED)
+        normed = ()
+        for part in tl.static_range(PARTS):
+            normed += (output[part] * output_factor * gain[part].to(tl.float32),)
+        store_parts(normed_ptr + token * D, spot, normed, mask, PARTS, SIDE, MASKED)
 
 
 def pull(

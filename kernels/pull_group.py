@@ -45,8 +45,8 @@ def _pull_group_kernel(
     EXACT: tl.constexpr,
 ):
     D: tl.constexpr = H * C
-    head = tl.program_id(1)
-    first_token = tl.program_id(0) * TOKENS
+    head = tl.program_id(0) % H  # the heads of a token run side by side, so that its row is read in one piece
+    first_token = tl.program_id(0) // H * TOKENS
     last_token = tl.minimum(first_token + TOKENS, num_tokens)
     query_index = tl.arange(0, QUERIES)
     query_mask = (query_index < num_sites)[:, None]
@@ -141,7 +141,7 @@ def pull_group(
     whole = num_rows <= _MAX_WHOLE_ROWS
     rows = max(16, triton.next_power_of_2(num_rows)) if whole else _MAX_WHOLE_ROWS
     tokens, warps, stages = _group_tuning(tile.head_width, rows)
-    _pull_group_kernel[(triton.cdiv(num_tokens, tokens), tile.heads)](
+    _pull_group_kernel[(triton.cdiv(num_tokens, tokens) * tile.heads,)](
         bank_NTD,
         query_SD,
         factor_NT,
@@ -167,4 +167,4 @@ def pull_group(
 
 def _group_tuning(head_width: int, rows: int) -> tuple[int, int, int]:
     """Tokens a program, warps and pipeline stages of :func:`pull_group` that measured best on an H200 (NOTES.md)."""
-    return (4, 1, 3) if rows <= 32 else (16, 2, 3)
+    return 16, (1 if rows * head_width <= 5120 else 2), 3

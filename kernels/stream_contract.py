@@ -24,8 +24,8 @@ from torch import Tensor
 from scaling.kernels.streams import tile
 from scaling.kernels.tile import dot, is_exact, narrow
 
-_CONTRACT = {"TOKENS": 1, "COLUMNS": 256, "num_warps": 1, "STAGES": 1}
-_TURN = {"TOKENS": 32, "COLUMNS": 64, "num_warps": 4, "STAGES": 3}
+_CONTRACT = {"TOKENS": 2, "COLUMNS": 128, "num_warps": 1, "STAGES": 2}
+_TURN = {"TOKENS": 16, "COLUMNS": 64, "num_warps": 2, "STAGES": 3}
 
 
 def num_scalars(num_streams: int) -> int:

@@ -21,7 +21,7 @@ from scaling.kernels.tile import dot, is_exact, narrow
 
 MAX_SITES = 8  # of a phase: as many sums as fit the registers of a program that keeps one a site
 _GATHER = {"ROWS": 2, "COLUMNS": 256, "num_warps": 1, "STAGES": 1}
-_KEYS = {"TOKENS": 32, "COLUMNS": 64, "num_warps": 4}
+_KEYS = {"TOKENS": 32, "COLUMNS": 128, "num_warps": 4}
 
 
 @triton.jit(

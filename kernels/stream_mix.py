@@ -18,7 +18,7 @@ from scaling.kernels.streams import Phase, tile
 from scaling.kernels.tile import narrow
 
 _MIX = {"COLUMNS": 256, "STAGES": 3, "num_warps": 1}
-_BLEND = {"TOKENS": 2, "COLUMNS": 256, "num_warps": 1, "STAGES": 1}  # tokens share what is loaded of the gates' weights
+_BLEND = {"TOKENS": 2, "COLUMNS": 256, "num_warps": 1, "STAGES": 2}  # tokens share what is loaded of the gates' weights
 
 
 @triton.jit(do_not_specialize=["num_rows", "first_site", "first_base", "first_pairs", "num_tokens", "num_pairs"])

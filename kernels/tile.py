@@ -1,8 +1,9 @@
 """What every routing kernel shares: how a head's width is cut into powers of two, loads under a mask, dot products.
 
 Triton's tiles have power-of-two sides, but C = D / H need not be one (160 at width 1280 with 8 heads). Padding 160 to
-256 leaves 37% of the lanes idle, so a head is cut in two parts: the largest power of two in C, and a padded rest
-(128 + 32 for 160). ``REST == 0`` says that there is none.
+256 leaves 37% of the lanes idle. Kernels on tensor cores, whose program holds one head, cut it in two: the largest
+power of two in C, and a padded rest (128 + 32 for 160; ``REST == 0`` says that there is none). Kernels whose program
+holds a token cut every head in equal parts (5 times 32), tiles of one layout, so that sums need no change of layout.
 """
 
 from __future__ import annotations
@@ -17,22 +18,25 @@ import triton.language as tl
 # Triton's interpreter keeps bfloat16 as raw 16-bit integers, which its dot product would multiply as integers.
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 _UPCAST = tl.constexpr(INTERPRETED)
+_MAX_PARTS = 8  # of a head: loops over them are unrolled
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class HeadTile:
-    """Sides of one token's tile: ``heads`` (padded to a power of two) by ``main`` plus ``rest`` columns."""
+    """Sides of tiles: ``main`` plus ``rest`` columns of a head; ``padded_heads`` by ``side`` columns of a token."""
 
     heads: int
     head_width: int
     main: int
     rest: int
     padded_heads: int
+    parts: int
+    side: int
 
     @property
     def token_sides(self) -> dict[str, int]:
         """Arguments of a kernel whose program holds all heads of a token."""
-        return {**self.head_sides, "HP": self.padded_heads}
+        return {"H": self.heads, "HP": self.padded_heads, "C": self.head_width, "PARTS": self.parts, "SIDE": self.side}
 
     @property
     def head_sides(self) -> dict[str, int]:
@@ -44,20 +48,25 @@ def head_tile(width: int, heads: int) -> HeadTile:
     """Cut a width of ``heads`` slices into tile sides.
 
     >>> head_tile(1280, 8)
-    HeadTile(heads=8, head_width=160, main=128, rest=32, padded_heads=8)
-    >>> head_tile(1024, 8).rest
-    0
+    HeadTile(heads=8, head_width=160, main=128, rest=32, padded_heads=8, parts=5, side=32)
+    >>> head_tile(1024, 8).rest, head_tile(1024, 8).side, head_tile(102, 6).side
+    (0, 128, 32)
     """
     head_width = width // heads
     main = 1 << (head_width.bit_length() - 1)
     remainder = head_width - main
     rest = max(16, triton.next_power_of_2(remainder)) if remainder else 0
+    side = head_width & -head_width
+    if head_width > _MAX_PARTS * side:
+        side = triton.next_power_of_2(head_width)
     return HeadTile(
         heads=heads,
         head_width=head_width,
         main=main,
         rest=rest,
         padded_heads=triton.next_power_of_2(heads),
+        parts=-(-head_width // side),
+        side=side,
     )
 
 
@@ -86,18 +95,11 @@ def narrow(value, KIND: tl.constexpr):
 
 
 @triton.jit
-def token_offsets(H: tl.constexpr, HP: tl.constexpr, C: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr):
-    """Offsets and masks within a token: heads, ``(HP, MAIN)`` first columns, ``(HP, REST)`` others (unused if none)."""
+def token_offsets(H: tl.constexpr, HP: tl.constexpr, C: tl.constexpr, SIDE: tl.constexpr):
+    """Within a token: heads and their mask; offsets of their first parts ``(HP, SIDE)`` and the mask of all parts."""
     head = tl.arange(0, HP)
-    head_mask = head < H
-    column = tl.arange(0, MAIN)
-    main = head[:, None] * C + column[None, :]
-    main_mask = head_mask[:, None] & (column[None, :] < C)
-    SIDE: tl.constexpr = REST if REST > 0 else 1
-    rest_column = MAIN + tl.arange(0, SIDE)
-    rest = head[:, None] * C + rest_column[None, :]
-    rest_mask = head_mask[:, None] & (rest_column[None, :] < C)
-    return head, head_mask, main, main_mask, rest, rest_mask
+    column = tl.arange(0, SIDE)
+    return head, head < H, head[:, None] * C + column[None, :], (head < H)[:, None] & (column < C)[None, :]
 
 
 @triton.jit
@@ -124,6 +126,49 @@ def store_tile(pointer, offsets, value, mask, MASKED: tl.constexpr):
         tl.store(pointer + offsets, narrow(value.to(tl.float32), pointer.dtype.element_ty), mask=mask)
     else:
         tl.store(pointer + offsets, narrow(value.to(tl.float32), pointer.dtype.element_ty))
+
+
+@triton.jit
+def load_parts(pointer, offsets, mask, PARTS: tl.constexpr, SIDE: tl.constexpr, MASKED: tl.constexpr):
+    """The parts of every head, as they are in memory."""
+    parts = ()
+    for part in tl.static_range(PARTS):
+        parts += (load_tile(pointer + part * SIDE, offsets, mask, MASKED),)
+    return parts
+
+
+@triton.jit
+def store_parts(pointer, offsets, parts, mask, PARTS: tl.constexpr, SIDE: tl.constexpr, MASKED: tl.constexpr):
+    """Counterpart of :func:`load_parts`."""
+    for part in tl.static_range(PARTS):
+        store_tile(pointer + part * SIDE, offsets, parts[part], mask, MASKED)
+
+
+@triton.jit
+def zero_parts(like, PARTS: tl.constexpr):
+    """Zeros in float32, shaped as ``like``."""
+    parts = ()
+    for _ in tl.static_range(PARTS):
+        parts += (tl.zeros(like.shape, tl.float32),)
+    return parts
+
+
+@triton.jit
+def sum_product(a, b, PARTS: tl.constexpr):
+    """Sum over the last axis of all parts of ``a * b``, in float32."""
+    total = a[0].to(tl.float32) * b[0].to(tl.float32)
+    for part in tl.static_range(1, PARTS):
+        total += a[part].to(tl.float32) * b[part].to(tl.float32)
+    return tl.sum(total, len(total.shape) - 1)
+
+
+@triton.jit
+def weigh_parts(a, x, b, y, PARTS: tl.constexpr):
+    """``a * x + b * y`` part by part in float32, for factors ``a`` and ``b`` without the last axis."""
+    parts = ()
+    for part in tl.static_range(PARTS):
+        parts += (tl.expand_dims(a, -1) * x[part].to(tl.float32) + tl.expand_dims(b, -1) * y[part].to(tl.float32),)
+    return parts
 
 
 @triton.jit

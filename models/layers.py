@@ -35,6 +35,21 @@ class Linear(nn.Linear):
         return {"weight": Normal(std=self.std)}
 
 
+def project(x: Tensor, *maps: Linear) -> tuple[Tensor, ...]:
+    """Several maps of one input, (..., width of each).
+
+    Under autocast, where each pass casts the weights anyway, the cast joins them: one product forward, one for the
+    input's gradient, which is then rounded once. Otherwise a product a map.
+    """
+    device = x.device.type
+    if not torch.is_autocast_enabled(device):
+        return tuple(one(x) for one in maps)
+    kind = torch.get_autocast_dtype(device)
+    joined = F.linear(x, torch.cat([one.weight.to(kind) for one in maps]))
+    parts: tuple[Tensor, ...] = joined.split([one.out_features for one in maps], dim=-1)
+    return parts
+
+
 class RMSNorm(nn.Module):
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension (arXiv 1910.07467); weights start at ``start``.
 
@@ -102,15 +117,19 @@ class Attention(nn.Module):
         self.output = Linear(config.num_heads * self.head_dim, d, std=std)
 
     def forward(
-        self, h_BTD: Tensor, context: Context, onto_BTD: Tensor | None = None, *, normed: bool = False
-    ) -> Tensor:
-        """The sublayer's output; added to ``onto_BTD`` where that is given, which compiles into one kernel with it.
+        self, h_BTD: Tensor, context: Context, update_BTD: Tensor | None = None, *, normed: bool = False
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """The sublayer's output.
 
-        ``normed`` says that the input has been through the sublayer's norm.
+        With ``update_BTD``, what the sublayer before put out and nobody has added to ``h_BTD`` yet: the sum, which
+        compiles into one kernel with the norm that reads it, and the output. ``normed`` says that the input has been
+        through the sublayer's norm.
         """
+        h_BTD = h_BTD if update_BTD is None else h_BTD + update_BTD
         x_BTD = h_BTD if normed else self.norm(h_BTD)
-        out_BTD = self.attend(self.query(x_BTD), self.key(x_BTD), self.value(x_BTD), context)
-        return out_BTD if onto_BTD is None else onto_BTD + out_BTD
+        query, key, value = project(x_BTD, self.query, self.key, self.value)
+        out_BTD = self.attend(query, key, value, context)
+        return out_BTD if update_BTD is None else (h_BTD, out_BTD)
 
     def _heads(self, x: Tensor) -> Tensor:
         return x.view(*x.shape[:-1], -1, self.head_dim)
@@ -145,8 +164,16 @@ class SwiGLU(nn.Module):
         self.down = Linear(hidden, d, std=std)
 
     def forward(
-        self, h_BTD: Tensor, context: Context | None = None, onto_BTD: Tensor | None = None, *, normed: bool = False
-    ) -> Tensor:
+        self,
+        h_BTD: Tensor,
+        context: Context | None = None,
+        update_BTD: Tensor | None = None,
+        *,
+        normed: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """As of ``Attention``."""
+        h_BTD = h_BTD if update_BTD is None else h_BTD + update_BTD
         x_BTD = h_BTD if normed else self.norm(h_BTD)
-        out_BTD: Tensor = self.down(F.silu(self.gate(x_BTD)) * self.up(x_BTD))
-        return out_BTD if onto_BTD is None else onto_BTD + out_BTD
+        gate_BTF, up_BTF = project(x_BTD, self.gate, self.up)
+        out_BTD: Tensor = self.down(F.silu(gate_BTF) * up_BTF)
+        return out_BTD if update_BTD is None else (h_BTD, out_BTD)

@@ -78,7 +78,11 @@ class MoE(nn.Module):
         self.register_buffer("bias_E", torch.zeros(moe.num_experts))
         self.load_E: Tensor | None = None  # tokens by expert since the last bias update, on this process
 
-    def forward(self, h_BTD: Tensor, context: Context | None = None, onto_BTD: Tensor | None = None) -> Tensor:
+    def forward(
+        self, h_BTD: Tensor, context: Context | None = None, update_BTD: Tensor | None = None
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """As of ``Attention``."""
+        h_BTD = h_BTD if update_BTD is None else h_BTD + update_BTD
         x_BTD = self.norm(h_BTD)
         x_nD = x_BTD.flatten(0, 1)
         chosen_nk, weights_nk = self._route(x_nD)
@@ -95,7 +99,7 @@ class MoE(nn.Module):
         out_BTD: Tensor = out_nD.view_as(h_BTD)
         if self.shared is not None:
             out_BTD = out_BTD + self.shared(x_BTD)
-        return out_BTD if onto_BTD is None else onto_BTD + out_BTD
+        return out_BTD if update_BTD is None else (h_BTD, out_BTD)
 
     def _route(self, x_nD: Tensor) -> tuple[Tensor, Tensor]:
         """Chosen experts (n, k) and their weights (n, k), in float32 at least."""

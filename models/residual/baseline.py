@@ -26,15 +26,25 @@ class Stream(State):
 
 
 class FusedStream(Stream):
-    """The running sum whose additions the sublayers make."""
+    """The running sum whose additions are left to the sublayers that read it, with the norms in front of them."""
+
+    def __init__(self, embedding_BTD: Tensor) -> None:
+        super().__init__(embedding_BTD)
+        self.update_BTD: Tensor | None = None
+
+    def read(self, site: int) -> Tensor:
+        return self.stream_BTD if self.update_BTD is None else self.stream_BTD + self.update_BTD
 
     def step(self, site: int, sublayer: nn.Module, context: Context) -> None:
-        # the addition goes into the compiled sublayer: alone it would read and write the stream once more
-        self.stream_BTD = sublayer(self.stream_BTD, context, self.stream_BTD)
+        if self.update_BTD is None:
+            self.update_BTD = sublayer(self.stream_BTD, context)
+        else:
+            self.stream_BTD, self.update_BTD = sublayer(self.stream_BTD, context, self.update_BTD)
 
 
 class Baseline(Residual):
     """The residual stream of the standard decoder."""
 
     def start(self, embedding_BTD: Tensor, document_BT: Tensor | None) -> Stream:
-        return FusedStream(embedding_BTD)
+        # of a checkpointed sublayer all inputs are kept: there one is better than two
+        return Stream(embedding_BTD) if self.recomputed else FusedStream(embedding_BTD)
