@@ -4,14 +4,20 @@ After :mod:`scaling.kernels.stream_contract` has run for all sites of the phase,
 
     dz = p (<Go, X> - <Go, o>),   dX = sum over sites of p Go + r dz u - (r^2 / D) dz z X
 
-- :func:`gather` reads each stream once from memory, and a token's Go again from cache for every source;
+- :func:`gather` forms both sums on tensor cores, one stream of a few tokens a program. One side of a product is the
+  tokens' sources, the other their sites: what one token's sources give with another's sites is computed and not used,
+  which costs less than each token padded to 16. The width is walked twice, first for ``<Go, X>``, then for dX: streams
+  and Go are read once from memory and once from cache, whatever the number of sources and sites;
 - :func:`keys` sums ``r dz X`` over sources and tokens.
 
-Shape legend: as in :mod:`scaling.kernels.streams`; W scalars of a token.
+Shape legend: as in :mod:`scaling.kernels.streams`; W scalars of a token. In the kernel of :func:`gather` also R rows
+(token, source) and N lines (token, site), both padded; E parts of a chunk of the width, one a warp; C columns of a
+part.
 """
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -19,14 +25,39 @@ from torch import Tensor
 from scaling.kernels.streams import Phase, tile
 from scaling.kernels.tile import dot, is_exact, narrow
 
-MAX_SITES = 8  # of a phase: as many sums as fit the registers of a program that keeps one a site
-_GATHER = {"ROWS": 2, "COLUMNS": 256, "num_warps": 1, "STAGES": 1}
+MAX_SITES = 8  # of a phase
+# Of a program: lines at most, columns of a chunk, warps, and chunks less one that are in flight.
+_GATHER = {"LINES": 16, "COLUMNS": 256, "num_warps": 4, "STAGES": 3}
+_EXACT_GATHER = {"LINES": 16, "COLUMNS": 64, "num_warps": 4, "STAGES": 2}  # without tensor cores
 _KEYS = {"TOKENS": 32, "COLUMNS": 128, "num_warps": 4}
+
+
+@triton.jit
+def _places(offset, mask, start, D: tl.constexpr, E: tl.constexpr, C: tl.constexpr):
+    """Where a chunk of some rows is, ``(E, rows, C)``, and which of it there is."""
+    column = start + tl.arange(0, E)[:, None, None] * C + tl.arange(0, C)[None, None, :]
+    keep = mask[None, :, None]
+    if D % (E * C) > 0:
+        keep = keep & (column < D)
+    return offset[None, :, None] + column, keep
+
+
+@triton.jit
+def _read(pointer, offset, mask, start, D: tl.constexpr, E: tl.constexpr, C: tl.constexpr):
+    """A chunk of some rows."""
+    place, keep = _places(offset, mask, start, D, E, C)
+    return tl.load(pointer + place, mask=keep, other=0.0)
+
+
+@triton.jit
+def _repeat(factor, KIND: tl.constexpr, E: tl.constexpr):
+    """Factors in ``KIND``, the same for every part of a chunk."""
+    return tl.broadcast_to(narrow(factor, KIND)[None, :, :], [E, factor.shape[0], factor.shape[1]])
 
 
 @triton.jit(
     do_not_specialize=[
-        "first_row", "last_row", "num_rows", "first_site", "first_base", "first_pairs", "num_tokens", "num_pairs"
+        "first_row", "num_rows", "first_site", "first_base", "first_pairs", "num_tokens", "num_pairs"
     ]
 )  # fmt: skip
 def _gather_kernel(
@@ -39,7 +70,6 @@ def _gather_kernel(
     stream_gradient_ptr,  # (rows, M, T, D) out
     coefficient_ptr,  # (F, M, L, T) float32 out: r dz
     first_row,
-    last_row,
     num_rows,
     first_site,
     first_base,
@@ -49,85 +79,73 @@ def _gather_kernel(
     num_sites,
     eps,
     SITES: tl.constexpr,
-    ROWS: tl.constexpr,
+    SOURCES: tl.constexpr,
+    TOKENS: tl.constexpr,  # of a program
+    R: tl.constexpr,
+    N: tl.constexpr,
+    PLACES: tl.constexpr,  # of a site's key, padded
     M: tl.constexpr,
     D: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    E: tl.constexpr,
+    C: tl.constexpr,
     STAGES: tl.constexpr,
+    EXACT: tl.constexpr,
 ):
-    token = tl.program_id(0).to(tl.int64)
-    stream = tl.program_id(1)
-    column = tl.arange(0, COLUMNS)
+    stream = tl.program_id(0) % M  # a token's numbers lie together for all streams
+    first_token = (tl.program_id(0) // M).to(tl.int64) * TOKENS
     plane = tl.cast(num_tokens, tl.int64) * D
-    place = stream * plane + token * D + column
-    pairs_ptr = score_ptr + (token * num_pairs + first_base) * M + stream
-    lses_ptr = lse_ptr + (token * num_sites + first_site) * M + stream
-    keys_ptr = key_ptr + (tl.cast(first_site, tl.int64) * M + stream) * D + column
     kind: tl.constexpr = stream_gradient_ptr.dtype.element_ty
-    for begin in range(first_row, last_row, ROWS):
-        rows_ptr = ()
-        squares = ()
-        alongs = ()
-        for step in tl.static_range(ROWS):  # rows share what is read of Go; one beyond the last repeats it unwritten
-            index = tl.minimum(begin + step, last_row - 1)
-            rows_ptr = rows_ptr + (stream_ptr + tl.cast(index, tl.int64) * (M * plane) + place,)
-            squares = squares + (tl.zeros([COLUMNS], tl.float32),)
-            for _ in tl.static_range(SITES):
-                alongs = alongs + (tl.zeros([COLUMNS], tl.float32),)
-        for start in tl.range(0, D, COLUMNS, num_stages=STAGES):
-            xs = ()
-            more_squares = ()
-            for step in tl.static_range(ROWS):
-                x = tl.load(rows_ptr[step] + start).to(tl.float32)
-                xs = xs + (x,)
-                more_squares = more_squares + (squares[step] + x * x,)
-            squares = more_squares
-            gradients = ()
-            for local in tl.static_range(SITES):
-                spot_ptr = mix_gradient_ptr + local * (M * plane) + place + start
-                gradients = gradients + (tl.load(spot_ptr).to(tl.float32),)
-            more = ()
-            for step in tl.static_range(ROWS):
-                for local in tl.static_range(SITES):
-                    more = more + (alongs[step * SITES + local] + xs[step] * gradients[local],)
-            alongs = more
-        shares = ()
-        coefficients = ()
-        radials = ()
-        for step in tl.static_range(ROWS):
-            index = tl.minimum(begin + step, last_row - 1)
-            factor = 1.0 / tl.sqrt_rn(tl.sum(squares[step], 0) / D + eps)
-            radial = 0.0
-            for local in tl.static_range(SITES):
-                first = 0
-                if local > 0:
-                    first = first_pairs + (local - 1) * (num_rows + 1)
-                score = tl.load(pairs_ptr + (first + index) * M)
-                share = tl.exp(score - tl.load(lses_ptr + local * M))
-                line = local * (5 * M + 1) + 2 * M + 1 + stream
-                delta = tl.load(scalar_ptr + line * tl.cast(num_tokens, tl.int64) + token)
-                coefficient = factor * share * (tl.sum(alongs[step * SITES + local], 0) - delta)
-                radial += coefficient * factor * score
-                spot = ((tl.cast(index, tl.int64) * M + stream) * SITES + local) * num_tokens + token
-                tl.store(coefficient_ptr + spot, coefficient)
-                shares = shares + (share,)
-                coefficients = coefficients + (coefficient,)
-            radials = radials + (radial / D,)
-        for start in tl.range(0, D, COLUMNS, num_stages=STAGES):
-            totals = ()
-            for step in tl.static_range(ROWS):
-                totals = totals + (-radials[step] * tl.load(rows_ptr[step] + start).to(tl.float32),)
-            for local in tl.static_range(SITES):
-                mix_gradient = tl.load(mix_gradient_ptr + local * (M * plane) + place + start).to(tl.float32)
-                key = tl.load(keys_ptr + local * (M * D) + start).to(tl.float32)
-                more_totals = ()
-                for step in tl.static_range(ROWS):
-                    total = totals[step] + shares[step * SITES + local] * mix_gradient
-                    more_totals = more_totals + (total + coefficients[step * SITES + local] * key,)
-                totals = more_totals
-            for step in tl.static_range(ROWS):
-                out_ptr = stream_gradient_ptr + tl.cast(begin + step - first_row, tl.int64) * (M * plane) + place
-                tl.store(out_ptr + start, narrow(totals[step], kind), mask=(begin + step < last_row) & (column < D))
+    row = tl.arange(0, R)
+    source = row % SOURCES
+    row_token = first_token + row // SOURCES
+    row_mask = (row < TOKENS * SOURCES) & (row_token < num_tokens)
+    place = (source * M + stream) * plane + row_token * D
+    x_ptr = stream_ptr + tl.cast(first_row, tl.int64) * (M * plane)
+    line = tl.arange(0, N)
+    site = line % SITES
+    line_token = first_token + line // SITES
+    line_mask = (line < TOKENS * SITES) & (line_token < num_tokens)
+    line_place = (site * M + stream) * plane + line_token * D
+    along = tl.zeros([E, R, N], tl.float32)
+    square = tl.zeros([E, R, R], tl.float32)
+    for start in tl.range(0, D, E * C, num_stages=STAGES):
+        x = _read(x_ptr, place, row_mask, start, D, E, C)
+        mix_gradient = _read(mix_gradient_ptr, line_place, line_mask, start, D, E, C)
+        along = dot(x, tl.permute(mix_gradient, (0, 2, 1)), along, EXACT)
+        square = dot(x, tl.permute(x, (0, 2, 1)), square, EXACT)
+    same = row[:, None] == row[None, :]
+    factor = (1.0 / tl.sqrt_rn(tl.sum(tl.where(same, tl.sum(square, 0), 0.0), 1) / D + eps))[:, None]
+    valid = row_mask[:, None] & line_mask[None, :] & (row_token[:, None] == line_token[None, :])
+    first = tl.where(site > 0, first_pairs + (site - 1) * (num_rows + 1), 0) + first_base + first_row
+    pair = (line_token * num_pairs + first)[None, :] + source[:, None]
+    score = tl.load(score_ptr + pair * M + stream, mask=valid, other=0.0)
+    lses_ptr = lse_ptr + (line_token * num_sites + first_site + site) * M + stream
+    lse = tl.load(lses_ptr, mask=line_mask, other=0.0)
+    deltas_ptr = scalar_ptr + (site * (5 * M + 1) + 2 * M + 1 + stream) * tl.cast(num_tokens, tl.int64) + line_token
+    delta = tl.load(deltas_ptr, mask=line_mask, other=0.0)
+    share = tl.where(valid, tl.exp(score - lse[None, :]), 0.0)
+    coefficient = tl.where(valid, factor * share * (tl.sum(along, 0) - delta[None, :]), 0.0)
+    radial = tl.sum(coefficient * factor * score, 1) / D
+    spot = ((first_row + source[:, None]).to(tl.int64) * M + stream) * SITES + site[None, :]
+    tl.store(coefficient_ptr + spot * num_tokens + line_token[None, :], coefficient, mask=valid)
+    # a row's coefficients by site, of which each is the only one
+    place_of_key = tl.arange(0, PLACES)
+    chosen = narrow((site[:, None] == place_of_key[None, :]).to(tl.float32), kind)
+    coefficient = dot(narrow(coefficient, kind), chosen, tl.zeros([R, PLACES], tl.float32), EXACT)
+    share = _repeat(share, kind, E)
+    coefficient = _repeat(coefficient, kind, E)
+    radial = _repeat(tl.where(same, -radial[:, None], 0.0), kind, E)
+    key_mask = place_of_key < SITES
+    key_place = ((first_site + place_of_key).to(tl.int64) * M + stream) * D
+    for start in tl.range(0, D, E * C, num_stages=STAGES):
+        x = _read(x_ptr, place, row_mask, start, D, E, C)
+        mix_gradient = _read(mix_gradient_ptr, line_place, line_mask, start, D, E, C)
+        key = _read(key_ptr, key_place, key_mask, start, D, E, C)
+        total = dot(share, mix_gradient, tl.zeros([E, R, C], tl.float32), EXACT)
+        total = dot(coefficient, key, total, EXACT)
+        total = narrow(dot(radial, x, total, EXACT), kind)
+        offset, keep = _places(place, row_mask, start, D, E, C)
+        tl.store(stream_gradient_ptr + offset, total, mask=keep)
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_tokens", "span"])
@@ -191,7 +209,8 @@ def gather(
 ) -> None:
     """Write the gradients of the streams of some finished sources, and ``r dz`` of every site."""
     _, num_streams, num_tokens, width = stream_FMTD.shape
-    _gather_kernel[(num_tokens, num_streams)](
+    sides = _gather_sides(len(rows), len(phase.sites), width, stream_FMTD.dtype)
+    _gather_kernel[(triton.cdiv(num_tokens, sides["TOKENS"]) * num_streams,)](
         mix_gradient_LMTD,
         stream_FMTD,
         key_SMD,
@@ -201,7 +220,6 @@ def gather(
         stream_gradient,
         coefficient_FMLT,
         rows.start,
-        rows.stop,
         phase.num_rows,
         phase.sites.start,
         phase.first_base,
@@ -211,10 +229,37 @@ def gather(
         lse_TSM.shape[1],
         eps,
         SITES=len(phase.sites),
+        SOURCES=len(rows),
         M=num_streams,
         D=width,
-        **tile(_GATHER, width),
+        EXACT=is_exact(stream_FMTD.dtype),
+        **sides,
     )
+
+
+def _gather_sides(sources: int, sites: int, width: int, dtype: torch.dtype) -> dict[str, int]:
+    """Sides of a program's tiles: as many tokens as leave the least of them padding."""
+
+    def padded(count: int) -> int:
+        return max(16, triton.next_power_of_2(count))
+
+    def padding(tokens: int) -> float:
+        return (padded(tokens * sources) + padded(tokens * sites)) / tokens
+
+    sides = _EXACT_GATHER if is_exact(dtype) else _GATHER
+    tokens = min(range(1, max(1, min(16 // sources, sides["LINES"] // sites)) + 1), key=padding)
+    columns = min(sides["COLUMNS"], padded(width))
+    parts = min(sides["num_warps"], columns // 16)
+    return {
+        "TOKENS": tokens,
+        "R": padded(tokens * sources),
+        "N": padded(tokens * sites),
+        "PLACES": padded(sites),
+        "E": parts,
+        "C": columns // parts,
+        "STAGES": sides["STAGES"],
+        "num_warps": parts,
+    }
 
 
 def keys(stream_FMTD: Tensor, coefficient_FMLT: Tensor, *, num_rows: int, splits: int) -> Tensor:
