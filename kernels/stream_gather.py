@@ -25,7 +25,7 @@ from torch import Tensor
 from scaling.kernels.streams import Phase, tile
 from scaling.kernels.tile import dot, is_exact, narrow
 
-MAX_SITES = 8  # of a phase
+MAX_SITES = 8  # of a phase: as many sums as fit the registers of a program that keeps one a site (stream_mix)
 # Of a program: lines at most, columns of a chunk, warps, and chunks less one that are in flight.
 _GATHER = {"LINES": 16, "COLUMNS": 256, "num_warps": 4, "STAGES": 3}
 _EXACT_GATHER = {"LINES": 16, "COLUMNS": 64, "num_warps": 4, "STAGES": 2}  # without tensor cores
@@ -113,8 +113,6 @@ def _gather_kernel(
         mix_gradient = _read(mix_gradient_ptr, line_place, line_mask, start, D, E, C)
         along = dot(x, tl.permute(mix_gradient, (0, 2, 1)), along, EXACT)
         square = dot(x, tl.permute(x, (0, 2, 1)), square, EXACT)
-    same = row[:, None] == row[None, :]
-    factor = (1.0 / tl.sqrt_rn(tl.sum(tl.where(same, tl.sum(square, 0), 0.0), 1) / D + eps))[:, None]
     valid = row_mask[:, None] & line_mask[None, :] & (row_token[:, None] == line_token[None, :])
     first = tl.where(site > 0, first_pairs + (site - 1) * (num_rows + 1), 0) + first_base + first_row
     pair = (line_token * num_pairs + first)[None, :] + source[:, None]
@@ -123,6 +121,8 @@ def _gather_kernel(
     lse = tl.load(lses_ptr, mask=line_mask, other=0.0)
     deltas_ptr = scalar_ptr + (site * (5 * M + 1) + 2 * M + 1 + stream) * tl.cast(num_tokens, tl.int64) + line_token
     delta = tl.load(deltas_ptr, mask=line_mask, other=0.0)
+    same = row[:, None] == row[None, :]
+    factor = (1.0 / tl.sqrt_rn(tl.sum(tl.where(same, tl.sum(square, 0), 0.0), 1) / D + eps))[:, None]
     share = tl.where(valid, tl.exp(score - lse[None, :]), 0.0)
     coefficient = tl.where(valid, factor * share * (tl.sum(along, 0) - delta[None, :]), 0.0)
     radial = tl.sum(coefficient * factor * score, 1) / D
@@ -241,7 +241,7 @@ def _gather_sides(sources: int, sites: int, width: int, dtype: torch.dtype) -> d
     """Sides of a program's tiles: as many tokens as leave the least of them padding."""
 
     def padded(count: int) -> int:
-        return max(16, triton.next_power_of_2(count))
+        return max(16, int(triton.next_power_of_2(count)))
 
     def padding(tokens: int) -> float:
         return (padded(tokens * sources) + padded(tokens * sites)) / tokens

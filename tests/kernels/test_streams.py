@@ -18,7 +18,9 @@ from scaling.errors import KernelError
 from scaling.kernels import stream_fold, stream_ledger, streams
 from scaling.kernels.reference import rms_factor
 from scaling.kernels.stream_bank import StreamBank
+from scaling.kernels.stream_gather import gather
 from scaling.kernels.stream_ledger import Scope
+from scaling.kernels.streams import Phase
 from scaling.models.residual.convolution import causal_convolution
 
 EPS = 1e-6
@@ -167,6 +169,55 @@ def test_eight_streams(device: torch.device) -> None:
 def test_sixteen_bits(device: torch.device, dtype: torch.dtype) -> None:
     """In 16 bits no result is farther from float64 than PyTorch's."""
     compare(device, tokens=5, width=32, sites=2, dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "width", "rows"), [(torch.float32, 80, range(1, 4)), (torch.bfloat16, 528, range(3))]
+)
+def test_gather_over_chunks(dtype: torch.dtype, width: int, rows: range, device: torch.device) -> None:
+    """Gradients of finished sources' streams, where the last columns of the width and the last tokens are padding."""
+    F, L, T = 4, 3, 5
+    generator = torch.Generator().manual_seed(width)
+    x, g, k = (torch.randn(n, 1, T, width, generator=generator).to(dtype) for n in (F, L, L))
+    k = k[:, :, 0] * width**-0.5
+    streams_FTD = x[:, 0].double().requires_grad_()
+    factor_FT = rms_factor(streams_FTD, EPS).squeeze(-1)
+    score_LTF = torch.einsum("ftd,ld,ft->ltf", streams_FTD, k[:, 0].double(), factor_FT)
+    score_LTF.retain_grad()
+    mix_LTD = torch.einsum("ltf,ftd->ltd", score_LTF.softmax(-1), streams_FTD)
+    mix_LTD.backward(g[:, 0].double())
+    assert score_LTF.grad is not None and streams_FTD.grad is not None
+    score_TPM = torch.full((T, L * (F + 1), 1), float("nan"))
+    for site in range(L):  # the first site has no running sum
+        first = site * (F + 1) - min(site, 1)
+        score_TPM[:, first : first + F, 0] = score_LTF[site].detach().float()
+    scalar_LWT = torch.full((L, 6, T), float("nan"))
+    scalar_LWT[:, 3] = (g[:, 0].double() * mix_LTD.detach()).sum(-1).float()
+    found, coefficient = torch.empty(len(rows), 1, T, width, dtype=dtype), torch.empty(F, 1, L, T)
+    tensors = [
+        g,
+        x,
+        k,
+        score_TPM,
+        score_LTF.detach().logsumexp(-1).T[..., None].float(),
+        scalar_LWT,
+        found,
+        coefficient,
+    ]
+    g, x, k, score_TPM, lse_TSM, scalar_LWT, found, coefficient = (value.contiguous().to(device) for value in tensors)
+    phase = Phase(sites=range(L), num_rows=F, first_base=0, first_pairs=F)
+    gather(
+        g, x, phase, rows=rows, key_SMD=k, score_TPM=score_TPM, lse_TSM=lse_TSM, scalar_LWT=scalar_LWT,
+        stream_gradient=found, coefficient_FMLT=coefficient, eps=EPS,
+    )  # fmt: skip
+    chosen = slice(rows.start, rows.stop)
+    truth_LTF = score_LTF.grad * factor_FT.detach().T
+    pairs = [
+        (coefficient.cpu()[chosen, 0], truth_LTF.permute(2, 0, 1)[chosen], TOLERANCE),
+        (found.cpu()[:, 0], streams_FTD.grad[chosen], TOLERANCE if dtype == torch.float32 else 2.0**-7),
+    ]
+    for ours, exact, tolerance in pairs:
+        assert float((ours.double() - exact).abs().max() / exact.abs().max()) <= tolerance
 
 
 @pytest.mark.slow
