@@ -27,6 +27,21 @@ def _by_lane(value, LANE: tl.constexpr):
 
 
 @triton.jit
+def _more_moments(mean, spread, x, chunks, LANE: tl.constexpr):
+    """A lane's mean and sum of squares about it, with one more chunk (Chan, Golub and LeVeque 1979, formulae 2.1).
+
+    Sums of x^2 less the mean's would lose the digits in which x does not differ from its mean.
+    """
+    value = tl.reshape(x, [x.shape[0] // LANE, LANE])
+    own = tl.sum(value, 1) / LANE
+    apart = value - own[:, None]
+    share = 1.0 / (chunks + 1.0)
+    step = own - mean
+    between = step * step * (LANE * share * chunks)
+    return mean + step * share, spread + tl.sum(apart * apart, 1) + between
+
+
+@triton.jit
 def _copies(value, COUNT: tl.constexpr):
     """A tuple of the same value."""
     copies = ()
@@ -76,7 +91,8 @@ def _write_kernel(
             for j in tl.static_range(M):
                 shares += (tl.load(mix_ptr + (token * M + i) * M + j),)
     SUMS: tl.constexpr = M if PER_STREAM else 1
-    zero = tl.zeros([CHUNK // LANE], tl.float32)
+    LANES: tl.constexpr = CHUNK // LANE
+    zero = tl.zeros([LANES], tl.float32)
     firsts = _copies(zero, SUMS)
     seconds = _copies(zero, SUMS)
     for start in tl.range(0, D, CHUNK, num_stages=STAGES):
@@ -97,29 +113,36 @@ def _write_kernel(
                 tl.store(out_row + i * D + column, rounded)
                 x = rounded.to(tl.float32)
             if PROJECT:
-                if PER_STREAM:
-                    new_firsts += (firsts[i] + _by_lane(x, LANE),)
+                if CENTRED:
+                    new_first, new_second = _more_moments(firsts[i], seconds[i], x, start // CHUNK, LANE)
+                    new_firsts += (new_first,)
+                    new_seconds += (new_second,)
+                elif PER_STREAM:
                     new_seconds += (seconds[i] + _by_lane(x * x, LANE),)
                 else:
                     square += _by_lane(x * x, LANE)
         if PROJECT:
-            if PER_STREAM:
+            if CENTRED:
                 firsts = new_firsts
+            if PER_STREAM:
                 seconds = new_seconds
             else:
                 seconds = (seconds[0] + square,)
     if PROJECT:
         mean_ptr = factor_ptr + tl.num_programs(0).to(tl.int64) * SUMS
         for i in tl.static_range(SUMS):
+            total = tl.sum(seconds[i], 0)
             if PER_STREAM:
                 mean = 0.0
                 if CENTRED:
-                    mean = tl.sum(firsts[i], 0) / D
-                variance = tl.maximum(tl.sum(seconds[i], 0) / D - mean * mean, 0.0)
+                    mean = tl.sum(firsts[i], 0) / LANES
+                    apart = firsts[i] - mean
+                    total += tl.sum(apart * apart, 0) * (D // LANES)
                 tl.store(mean_ptr + token * SUMS + i, mean)
+                variance = total / D
             else:
-                variance = tl.sum(seconds[i], 0) / (M * D)
-            tl.store(factor_ptr + token * SUMS + i, 1.0 / tl.sqrt_rn(variance + eps))
+                variance = total / (M * D)
+            tl.store(factor_ptr + token * SUMS + i, tl.div_rn(1.0, tl.sqrt_rn(variance + eps)))
 
 
 @triton.jit

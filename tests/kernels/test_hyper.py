@@ -18,6 +18,7 @@ from scaling.errors import KernelError
 from scaling.kernels import dispatch, reference
 from scaling.kernels.hyper import Rule
 from scaling.kernels.hyper_step import HyperStreams
+from scaling.kernels.hyper_tokens import write
 from scaling.models.registry import make_residual
 from scaling.models.residual.hc import FusedHyperState
 from scaling.models.residual.mhc import FusedMhcState
@@ -134,6 +135,21 @@ TOKENS = {"switched": 35, "rms": 23}  # more than a program's 32 tokens, or 64 p
 def test_float32(name: str, device: torch.device) -> None:
     """Reads and every gradient are within 3e-6 of float64; an odd number of tokens, tiles that are not full."""
     compare(CASES[name], device, tokens=TOKENS.get(name, 3), width=48 if name == "dynamic" else 32)
+
+
+def test_variance_about_a_large_mean(device: torch.device) -> None:
+    """With a mean of 4,096 deviations the deviation is as exact as the mean; sums of squares would lose all of it."""
+    torch.manual_seed(0)
+    rule = Rule(kind="hc", tanh=True, centred=True)
+    stream_TMD = 4096 + torch.randn(3, 2, 80, device=device)
+    factor = torch.empty(2, 3, 2, device=device)
+    none = torch.empty(0, device=device)
+    write(rule, stream_TMD=stream_TMD, update_TD=None, post_TM=none, mix_TMM=none, out_TMD=stream_TMD, factor=factor)
+    exact = stream_TMD.double()
+    expected = (exact.var(-1, correction=0) + rule.eps).rsqrt()
+    eps = torch.finfo(torch.float32).eps
+    torch.testing.assert_close(factor[0].double(), expected, rtol=4096 * eps, atol=0)
+    torch.testing.assert_close(factor[1].double(), exact.mean(-1), rtol=2 * eps, atol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
