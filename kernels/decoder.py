@@ -2,9 +2,9 @@
 
 Self-contained, because ``kernels`` comes before ``models`` in the flow; sizes and definitions are those of
 :mod:`scaling.models`. The baseline is compiled as well as it can be: one compiled region a sublayer that holds the
-residual addition, the norm, the projections and SDPA, one fused query-key-value and gate-up product each, and a loss
-that never holds the logits of more than a chunk of tokens. Every contender uses the same regions;
-:mod:`scaling.kernels.joining` has what is between them.
+residual addition, the norm, the projections and SDPA, and a loss that never holds the logits of more than a chunk of
+tokens. (Queries, keys and values as one product, gate and up as one, measured slower: NOTES.md.) Every contender uses
+the same regions; :mod:`scaling.kernels.joining` has what is between them.
 
 Shape legend: B batch, T time, D width, S sites, V vocabulary.
 """
@@ -63,24 +63,27 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def attention(
-    x: Tensor, qkv: Tensor, out: Tensor, query_gain: Tensor, key_gain: Tensor, cos: Tensor, sin: Tensor, kv_heads: int
+    x: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    query_gain: Tensor,
+    key_gain: Tensor,
+    cos: Tensor,
+    sin: Tensor,
 ) -> Tensor:
     """Grouped-query attention of a normed input: norms on query and key heads, rotary positions, causal SDPA."""
-    batch, time, _ = x.shape
-    width = query_gain.shape[0]
-    total = qkv.shape[0] // width
-    heads = total - 2 * kv_heads
-    query, key, value = F.linear(x, qkv).view(batch, time, total, width).split([heads, kv_heads, kv_heads], 2)
-    query = _rotate(rms_norm(query, query_gain).transpose(1, 2), cos, sin)
-    key = _rotate(rms_norm(key, key_gain).transpose(1, 2), cos, sin)
-    mixed = F.scaled_dot_product_attention(query, key, value.transpose(1, 2), is_causal=True, enable_gqa=True)
-    return F.linear(mixed.transpose(1, 2).reshape(batch, time, -1), out)
+    q, k, v = (F.linear(x, weight).unflatten(-1, (-1, query_gain.shape[0])) for weight in (query, key, value))
+    q = _rotate(rms_norm(q, query_gain).transpose(1, 2), cos, sin)
+    k = _rotate(rms_norm(k, key_gain).transpose(1, 2), cos, sin)
+    mixed = F.scaled_dot_product_attention(q, k, v.transpose(1, 2), is_causal=True, enable_gqa=True)
+    return F.linear(mixed.transpose(1, 2).flatten(-2), out)
 
 
-def feed_forward(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+def feed_forward(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
     """SwiGLU of a normed input."""
-    gate, up = F.linear(x, gate_up).chunk(2, -1)
-    return F.linear(F.silu(gate) * up, down)
+    return F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down)
 
 
 class Sublayer(nn.Module):
@@ -88,23 +91,24 @@ class Sublayer(nn.Module):
 
     def __init__(self, shape: Shape, kind: str) -> None:
         super().__init__()
-        self.kind, self.kv_heads = kind, shape.kv_heads
+        self.kind = kind
         d, head = shape.width, shape.head_width
         self.gain = nn.Parameter(torch.ones(d))
         if kind == "attention":
-            self.first = nn.Parameter(torch.empty((shape.query_heads + 2 * shape.kv_heads) * head, d))
-            self.second = nn.Parameter(torch.empty(d, shape.query_heads * head))
-            self.query_gain = nn.Parameter(torch.ones(head))
-            self.key_gain = nn.Parameter(torch.ones(head))
+            wide = shape.query_heads * head
+            outputs: tuple[int, ...] = (wide, shape.kv_heads * head, shape.kv_heads * head)
+            self.head_gains = nn.ParameterList(torch.ones(head) for _ in ("query", "key"))
         else:
-            self.first = nn.Parameter(torch.empty(2 * shape.ffn, d))
-            self.second = nn.Parameter(torch.empty(d, shape.ffn))
+            wide = shape.ffn
+            outputs = (wide, wide)
+        self.inner = nn.ParameterList(torch.empty(size, d) for size in outputs)
+        self.outer = nn.Parameter(torch.empty(d, wide))
 
     def weights(self, cos: Tensor, sin: Tensor) -> tuple[Any, ...]:
         """What :meth:`function` needs after the input."""
         if self.kind == "attention":
-            return (self.first, self.second, self.query_gain, self.key_gain, cos, sin, self.kv_heads)
-        return (self.first, self.second)
+            return (*self.inner, self.outer, *self.head_gains, cos, sin)
+        return (*self.inner, self.outer)
 
     @property
     def function(self) -> Callable[..., Tensor]:

@@ -4,8 +4,7 @@ Backward reaches the producer of source i only after all sites that read it, so 
 known when ``dv_i`` is needed (reference.route_gradients has the sums):
 
 - :func:`receive` turns the gradient that arrives at a site into ``G_s`` in its bank row and ``delta_s = <G_s, o_s>``;
-- :func:`gather` finishes one source with the sites inside its group; the tokens of a program share what it reads of
-  the queries, which would take as much of the L2's bandwidth as G.
+- :func:`gather` finishes one source with the sites inside its group.
 
 What sites outside the group contribute, and the queries' gradients, are in :mod:`scaling.kernels.gather_group`.
 
@@ -18,7 +17,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from scaling.kernels.tile import head_tile, load_parts, narrow, store_parts, sum_product, token_offsets, zero_parts
+from scaling.kernels.tile import (
+    HeadTile,
+    head_tile,
+    load_parts,
+    narrow,
+    store_parts,
+    sum_product,
+    token_offsets,
+    zero_parts,
+)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -110,8 +118,9 @@ def _gather_kernel(
     MASKED: tl.constexpr = HP * PARTS * SIDE != D
     head, head_mask, query_spot, query_mask = token_offsets(H, HP, C, SIDE)
     first = tl.program_id(0).to(tl.int64) * TOKENS
-    # Past the last token a program repeats it: the same values go to the same places.
-    token = tl.minimum(tl.arange(0, TOKENS), (num_tokens - 1 - first).to(tl.int32))
+    token = tl.arange(0, TOKENS)
+    if TOKENS > 1:  # past the last token a program repeats it: the same values go to the same places
+        token = tl.minimum(token, (num_tokens - 1 - first).to(tl.int32))
     pair = token[:, None] * H + head[None, :]
     pair_mask = head_mask[None, :]
     spot = token[:, None, None] * D + query_spot[None, :, :]
@@ -237,7 +246,7 @@ def gather(
     """
     num_tokens, width = value_TD.shape
     tile = head_tile(width, lse_STH.shape[-1])
-    tokens, warps, stages = _gather_tuning(width)
+    tokens, warps, stages = _gather_tuning(tile)
     _gather_kernel[(triton.cdiv(num_tokens, tokens),)](
         value_TD,
         gradient_MTD,
@@ -267,9 +276,17 @@ def gather(
 
 def _receive_tuning(num_tokens: int, width: int) -> tuple[int, int, int]:
     """Tokens a program, warps and pipeline stages of :func:`receive` that measured best on an H200 (NOTES.md)."""
-    return max(1, triton.cdiv(num_tokens, 1024)), (2 if width <= 512 else 4 if width <= 1024 else 8), 3
+    return max(1, triton.cdiv(num_tokens, 1024)), (2 if width <= 512 else 4 if width <= 1024 else 8), 4
 
 
-def _gather_tuning(width: int) -> tuple[int, int, int]:
-    """Tokens a program, warps and pipeline stages of :func:`gather` that measured best on an H200 (NOTES.md)."""
-    return 2, (2 if width <= 512 else 4 if width <= 2048 else 8), 3
+def _gather_tuning(tile: HeadTile) -> tuple[int, int, int]:
+    """Tokens a program, warps and pipeline stages of :func:`gather` that measured best on an H200 (NOTES.md).
+
+    With one head there are many sites a source, and tokens share what is read of the queries.
+    """
+    width = tile.heads * tile.head_width
+    if tile.heads == 1:
+        return (1, 1, 3) if width <= 512 else (2, 2, 4) if width < 2048 else (1, 2, 4) if width <= 2048 else (1, 4, 4)
+    if tile.parts > 1:
+        return 2, 2, 3
+    return 1, (1 if width <= 512 or width == 2048 else 2 if width <= 2048 else 4), 3

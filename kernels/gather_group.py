@@ -295,5 +295,7 @@ def _gather_group_tuning(head_width: int, sites: int) -> tuple[int, int, int]:
 
 def _query_gradient_tuning(head_width: int, sites: int) -> tuple[int, int, int, int]:
     """Sites and pairs of a tile, warps and stages of :func:`query_gradient` that measured best (NOTES.md)."""
+    if 16 < sites <= 32 and head_width & (head_width - 1):
+        return 16, 32, 4, 2
     side = 16 if sites <= 16 else 32 if sites <= 32 else 64
     return side, (128 if head_width <= 64 or side == 64 else 64), 8, 2

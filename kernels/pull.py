@@ -188,4 +188,4 @@ def pull(
 
 def _pull_tuning(width: int) -> tuple[int, int]:
     """Warps and pipeline stages of :func:`pull` that measured best on an H200 (NOTES.md)."""
-    return (1 if width <= 1024 else 2 if width <= 4096 else 4), 4
+    return (1 if width <= 1280 else 4), 4

@@ -27,7 +27,7 @@ from scaling.kernels.tile import dot, is_exact, narrow
 
 MAX_SITES = 8  # of a phase: as many sums as fit the registers of a program that keeps one a site (stream_mix)
 # Of a program: lines at most, columns of a chunk, warps, and chunks less one that are in flight.
-_GATHER = {"LINES": 16, "COLUMNS": 256, "num_warps": 4, "STAGES": 3}
+_GATHER = {"LINES": 16, "COLUMNS": 128, "num_warps": 2, "STAGES": 3}
 _EXACT_GATHER = {"LINES": 16, "COLUMNS": 64, "num_warps": 4, "STAGES": 2}  # without tensor cores
 _KEYS = {"TOKENS": 32, "COLUMNS": 128, "num_warps": 4}
 

@@ -35,21 +35,6 @@ class Linear(nn.Linear):
         return {"weight": Normal(std=self.std)}
 
 
-def project(x: Tensor, *maps: Linear) -> tuple[Tensor, ...]:
-    """Several maps of one input, (..., width of each).
-
-    Under autocast, where each pass casts the weights anyway, the cast joins them: one product forward, one for the
-    input's gradient, which is then rounded once. Otherwise a product a map.
-    """
-    device = x.device.type
-    if not torch.is_autocast_enabled(device):
-        return tuple(one(x) for one in maps)
-    kind = torch.get_autocast_dtype(device)
-    joined = F.linear(x, torch.cat([one.weight.to(kind) for one in maps]))
-    parts: tuple[Tensor, ...] = joined.split([one.out_features for one in maps], dim=-1)
-    return parts
-
-
 class RMSNorm(nn.Module):
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension (arXiv 1910.07467); weights start at ``start``.
 
@@ -127,8 +112,7 @@ class Attention(nn.Module):
         """
         h_BTD = h_BTD if update_BTD is None else h_BTD + update_BTD
         x_BTD = h_BTD if normed else self.norm(h_BTD)
-        query, key, value = project(x_BTD, self.query, self.key, self.value)
-        out_BTD = self.attend(query, key, value, context)
+        out_BTD = self.attend(self.query(x_BTD), self.key(x_BTD), self.value(x_BTD), context)
         return out_BTD if update_BTD is None else (h_BTD, out_BTD)
 
     def _heads(self, x: Tensor) -> Tensor:
@@ -174,6 +158,5 @@ class SwiGLU(nn.Module):
         """As of ``Attention``."""
         h_BTD = h_BTD if update_BTD is None else h_BTD + update_BTD
         x_BTD = h_BTD if normed else self.norm(h_BTD)
-        gate_BTF, up_BTF = project(x_BTD, self.gate, self.up)
-        out_BTD: Tensor = self.down(F.silu(gate_BTF) * up_BTF)
+        out_BTD: Tensor = self.down(F.silu(self.gate(x_BTD)) * self.up(x_BTD))
         return out_BTD if update_BTD is None else (h_BTD, out_BTD)

@@ -245,18 +245,19 @@ def train(args: argparse.Namespace) -> None:
     from scaling.kernels.decoder import VOCABULARIES
 
     # other implementations are slow; one vocabulary keeps them within a call
-    vocabularies = VOCABULARIES if args.implementation == "kernels" else VOCABULARIES[:1]
-    result = bench_train(
-        shapes=[args.shape],
-        vocabularies=vocabularies,
-        methods=args.method,
-        implementations=[args.implementation],
-        repeats=10 if args.implementation == "kernels" else 5,
-    )
-    save(args, "-".join(("train", args.shape, args.implementation, *(args.method or ()))), result)
-    for row in result["rows"]:
-        keys = ("vocabulary", "method", "implementation", "pass", "launch", "ratio", "peak_ratio", "failed")
-        print(" ".join(str(row.get(key, "-")) for key in keys), flush=True)
+    ours = args.implementation == "kernels"
+    for vocabulary in VOCABULARIES if ours else VOCABULARIES[:1]:
+        result = bench_train(
+            shapes=[args.shape],
+            vocabularies=[vocabulary],
+            methods=args.method,
+            implementations=[args.implementation],
+            repeats=args.repeats,
+        )
+        save(args, "-".join(("train", args.shape, str(vocabulary), args.implementation, *(args.method or ()))), result)
+        for row in result["rows"]:
+            keys = ("vocabulary", "method", "implementation", "pass", "launch", "ratio", "peak_ratio", "failed")
+            print(" ".join(str(row.get(key, "-")) for key in keys), flush=True)
 
 
 def profile(args: argparse.Namespace) -> None:
@@ -314,6 +315,7 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="d1024")
     parser.add_argument("--implementation", default="kernels")
     parser.add_argument("--method", action="append", help="only these methods")
+    parser.add_argument("--repeats", type=int, default=10, help="timed steps of a row")
     parser.add_argument("--most", type=int, default=6, help="kernels to profile, processes that compile")
     args = parser.parse_args()
     # not at import, which test collection does too

@@ -40,8 +40,8 @@ from scaling.tokens import FORMAT, HASHES, META, OFFSETS, TOKEN_BYTES, TOKENS, V
 from scaling.train import train
 
 CUDA = torch.cuda.is_available()
-# one step holds enough tokens for full speed (65,536) and few enough for a quick measurement
-LADDER = {"100m": (64, 64), "350m": (64, 32), "1b": (64, 16)}  # size -> sequences a step, a micro-batch
+# one step holds enough tokens for full speed (65,536 or more) and few enough for a quick measurement
+LADDER = {"100m": (64, 64), "350m": (64, 32), "1b": (96, 48)}  # size -> sequences a step, a micro-batch
 SEQ_LEN = 1024
 # about 1.3M parameters, the size at which one run cannot fill a GPU
 SMALL = {"num_layers": 4, "d_model": 128, "num_heads": 4, "num_kv_heads": 2, "d_ffn": 352, "vocab_size": 4096}

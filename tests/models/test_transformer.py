@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from scaling.config.model import ModelConfig
 from scaling.config.residual import AttnRes, Baseline, Mhar
 from scaling.models.initialisation import Normal, bare_name, draw
-from scaling.models.layers import Linear, make_context, project, rotate
+from scaling.models.layers import make_context, rotate
 from scaling.models.transformer import Transformer
 
 Build = Callable[..., Any]  # tests reach into the parts of a model by name
@@ -148,30 +148,6 @@ def test_additions_within_sublayers_change_nothing(build: Build, tokens_BT: Tens
         gradients = torch.autograd.grad(hidden_BTD.square().sum(), list(model.parameters()))
         found.append([hidden_BTD, *gradients])
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
-
-
-def test_maps_of_one_input_are_joined_under_autocast_only() -> None:
-    torch.manual_seed(0)
-    maps = [Linear(64, width, std=0.05) for width in (48, 16, 32)]
-    for one in maps:
-        torch.nn.init.normal_(one.weight, std=0.05)
-    x = torch.randn(5, 64, requires_grad=True)
-    parameters = [x, *(one.weight for one in maps)]
-
-    def products(*, joined: bool, half: bool) -> list[Tensor]:
-        """Outputs, then gradients of the input and of the weights."""
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=half):
-            found = project(x, *maps) if joined else tuple(one(x) for one in maps)
-        loss = torch.stack([((out.double() - 1) ** 2).sum() for out in found]).sum()
-        return [tensor.detach().double() for tensor in (*found, *torch.autograd.grad(loss, parameters))]
-
-    exact = products(joined=False, half=False)
-    # what a CPU trains is the same to the bit
-    assert all(torch.equal(a, b) for a, b in zip(products(joined=True, half=False), exact, strict=True))
-    joined, apart = products(joined=True, half=True), products(joined=False, half=True)
-    errors = [[float((a - b).norm()) for a, b in zip(found, exact, strict=True)] for found in (joined, apart)]
-    assert all(one <= 1.05 * other for one, other in zip(*errors, strict=True))
-    assert errors[0][3] < errors[1][3]  # the input's gradient is rounded once instead of three times
 
 
 def test_names_of_connection_parameters(build: Build) -> None:
