@@ -11,6 +11,7 @@ finishes in seconds, to try it before a device is paid for. ``test_training.py``
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import logging
 import os
@@ -500,6 +501,10 @@ def speed(args: argparse.Namespace, tag: str, size: str, **run: Any) -> dict[str
         evaluation={"every_steps": 1000, "num_sequences": 16},
         run={"log_every_steps": 2 if args.tiny else 4, "compile": CUDA, "save_weights": False, **run},
     )
+    gc.collect()  # the model of the run before, whose memory would count in this one's peak
+    if CUDA:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
     end = train(config, out=args.scratch / tag)
     lines = [point for point in points(config, args.scratch / tag) if "perf/tokens_per_s" in point]
     keys = ("perf/mfu", "perf/tokens_per_s", "perf/data_wait_s", "mem/peak_gib", "train/loss")
