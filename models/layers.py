@@ -10,6 +10,7 @@ streams.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -83,17 +84,43 @@ def rotate(x_BTHC: Tensor, context: Context) -> Tensor:
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
 
 
-class Attention(nn.Module):
-    """Causal grouped-query attention with normed heads, and the norm in front of it.
+class Sublayer(nn.Module, ABC):
+    """A norm and what it feeds; ``norm`` is ``False`` for residual methods that norm elsewhere."""
 
-    ``norm`` is ``False`` for residual methods that norm elsewhere.
-    """
+    def __init__(self, config: ModelConfig, *, norm: bool) -> None:
+        super().__init__()
+        self.norm = RMSNorm(config.d_model, eps=config.norm_eps) if norm else nn.Identity()
+
+    @abstractmethod
+    def transform(self, x_BTD: Tensor, context: Context | None) -> Tensor:
+        """The output for an input that has been through the norm."""
+
+    def forward(
+        self,
+        h_BTD: Tensor,
+        context: Context | None = None,
+        update_BTD: Tensor | None = None,
+        *,
+        normed: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """The sublayer's output; attention needs a context.
+
+        With ``update_BTD``, what the sublayer before put out and nobody has added to ``h_BTD`` yet: the sum, which
+        compiles into one kernel with the norm that reads it, and the output. ``normed`` says that the input has been
+        through the sublayer's norm.
+        """
+        h_BTD = h_BTD if update_BTD is None else h_BTD + update_BTD
+        out_BTD = self.transform(h_BTD if normed else self.norm(h_BTD), context)
+        return out_BTD if update_BTD is None else (h_BTD, out_BTD)
+
+
+class Attention(Sublayer):
+    """Causal grouped-query attention with normed heads, and the norm in front of it."""
 
     def __init__(self, config: ModelConfig, *, norm: bool = True) -> None:
-        super().__init__()
+        super().__init__(config, norm=norm)
         d, self.head_dim, std = config.d_model, config.attention_head_dim, config.init_std
         self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
-        self.norm = RMSNorm(d, eps=config.norm_eps) if norm else nn.Identity()
         self.query = Linear(d, config.num_heads * self.head_dim, std=std)
         self.key = Linear(d, config.num_kv_heads * self.head_dim, std=std)
         self.value = Linear(d, config.num_kv_heads * self.head_dim, std=std)
@@ -101,19 +128,9 @@ class Attention(nn.Module):
         self.key_norm = RMSNorm(self.head_dim, eps=config.norm_eps) if config.qk_norm else nn.Identity()
         self.output = Linear(config.num_heads * self.head_dim, d, std=std)
 
-    def forward(
-        self, h_BTD: Tensor, context: Context, update_BTD: Tensor | None = None, *, normed: bool = False
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        """The sublayer's output.
-
-        With ``update_BTD``, what the sublayer before put out and nobody has added to ``h_BTD`` yet: the sum, which
-        compiles into one kernel with the norm that reads it, and the output. ``normed`` says that the input has been
-        through the sublayer's norm.
-        """
-        h_BTD = h_BTD if update_BTD is None else h_BTD + update_BTD
-        x_BTD = h_BTD if normed else self.norm(h_BTD)
-        out_BTD = self.attend(self.query(x_BTD), self.key(x_BTD), self.value(x_BTD), context)
-        return out_BTD if update_BTD is None else (h_BTD, out_BTD)
+    def transform(self, x_BTD: Tensor, context: Context | None) -> Tensor:
+        assert context is not None
+        return self.attend(self.query(x_BTD), self.key(x_BTD), self.value(x_BTD), context)
 
     def _heads(self, x: Tensor) -> Tensor:
         return x.view(*x.shape[:-1], -1, self.head_dim)
@@ -135,28 +152,17 @@ class Attention(nn.Module):
         return out_BTD
 
 
-class SwiGLU(nn.Module):
+class SwiGLU(Sublayer):
     """down(silu(gate x) * up x) (arXiv 2002.05202), and the norm in front of it."""
 
     def __init__(self, config: ModelConfig, *, norm: bool = True, width: int | None = None) -> None:
-        super().__init__()
+        super().__init__(config, norm=norm)
         d, std = config.d_model, config.init_std
         hidden = config.d_ffn if width is None else width
-        self.norm = RMSNorm(d, eps=config.norm_eps) if norm else nn.Identity()
         self.gate = Linear(d, hidden, std=std)
         self.up = Linear(d, hidden, std=std)
         self.down = Linear(hidden, d, std=std)
 
-    def forward(
-        self,
-        h_BTD: Tensor,
-        context: Context | None = None,
-        update_BTD: Tensor | None = None,
-        *,
-        normed: bool = False,
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        """As of ``Attention``."""
-        h_BTD = h_BTD if update_BTD is None else h_BTD + update_BTD
-        x_BTD = h_BTD if normed else self.norm(h_BTD)
+    def transform(self, x_BTD: Tensor, context: Context | None) -> Tensor:
         out_BTD: Tensor = self.down(F.silu(self.gate(x_BTD)) * self.up(x_BTD))
-        return out_BTD if update_BTD is None else (h_BTD, out_BTD)
+        return out_BTD

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from scaling.config.model import ModelConfig
 from scaling.models.initialisation import Normal, Rule
-from scaling.models.layers import Context, Linear, RMSNorm, SwiGLU
+from scaling.models.layers import Context, Linear, Sublayer, SwiGLU
 
 
 class Experts(nn.Module):
@@ -60,17 +60,16 @@ def _grouped(x_nD: Tensor, weight_EOD: Tensor, ends_E: Tensor) -> Tensor:
     return F.grouped_mm(x_nD.bfloat16(), weight_EOD.bfloat16().transpose(-2, -1), offs=ends_E)
 
 
-class MoE(nn.Module):
+class MoE(Sublayer):
     """Shared and routed experts with the norm in front of them."""
 
     bias_E: Tensor
 
     def __init__(self, config: ModelConfig, *, norm: bool = True) -> None:
-        super().__init__()
+        super().__init__(config, norm=norm)
         assert config.moe is not None
         self.options = moe = config.moe
         d, std = config.d_model, config.init_std
-        self.norm = RMSNorm(d, eps=config.norm_eps) if norm else nn.Identity()
         self.router = Linear(d, moe.num_experts, std=std)
         self.experts = Experts(moe.num_experts, d, moe.d_expert, std=std)
         shared = moe.num_shared_experts * moe.d_expert
@@ -78,12 +77,7 @@ class MoE(nn.Module):
         self.register_buffer("bias_E", torch.zeros(moe.num_experts))
         self.load_E: Tensor | None = None  # tokens by expert since the last bias update, on this process
 
-    def forward(
-        self, h_BTD: Tensor, context: Context | None = None, update_BTD: Tensor | None = None
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        """As of ``Attention``."""
-        h_BTD = h_BTD if update_BTD is None else h_BTD + update_BTD
-        x_BTD = self.norm(h_BTD)
+    def transform(self, x_BTD: Tensor, context: Context | None) -> Tensor:
         x_nD = x_BTD.flatten(0, 1)
         chosen_nk, weights_nk = self._route(x_nD)
         tokens, k = chosen_nk.shape
@@ -96,10 +90,10 @@ class MoE(nn.Module):
         out_nD = (out_nkD * weights_nk.unsqueeze(-1).to(out_nkD.dtype)).sum(dim=1)
         if self.training:
             self.load_E = counts_E if self.load_E is None else self.load_E + counts_E
-        out_BTD: Tensor = out_nD.view_as(h_BTD)
+        out_BTD: Tensor = out_nD.view_as(x_BTD)
         if self.shared is not None:
-            out_BTD = out_BTD + self.shared(x_BTD)
-        return out_BTD if update_BTD is None else (h_BTD, out_BTD)
+            out_BTD = out_BTD + self.shared(x_BTD, context)
+        return out_BTD
 
     def _route(self, x_nD: Tensor) -> tuple[Tensor, Tensor]:
         """Chosen experts (n, k) and their weights (n, k), in float32 at least."""
