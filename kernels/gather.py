@@ -285,8 +285,10 @@ def _gather_tuning(tile: HeadTile) -> tuple[int, int, int]:
     With one head there are many sites a source, and tokens share what is read of the queries.
     """
     width = tile.heads * tile.head_width
+    if tile.heads == 1 and width <= 512:
+        return 1, 1, 3
     if tile.heads == 1:
-        return (1, 1, 3) if width <= 512 else (2, 2, 4) if width < 2048 else (1, 2, 4) if width <= 2048 else (1, 4, 4)
+        return (2 if width < 2048 else 1), (2 if width <= 2048 else 4), 4
     if tile.parts > 1:
         return 2, 2, 3
     return 1, (1 if width <= 512 or width == 2048 else 2 if width <= 2048 else 4), 3

@@ -67,9 +67,10 @@ def plan(_: argparse.Namespace) -> None:
         for implementation in ("kernels", "compiled", "eager"):
             for methods_of_call in METHODS:  # few enough that compiling them fits a call
                 chosen = " ".join(f"--method {name}" for name in methods_of_call)
-                print(f"python {script} train --shape {shape} --implementation {implementation} {chosen}")
+                repeats = "" if implementation == "kernels" else " --repeats 5"
+                print(f"python {script} train --shape {shape} --implementation {implementation} {chosen}{repeats}")
         for implementation in ("fla", "liger"):
-            print(f"python {script} train --shape {shape} --implementation {implementation}")
+            print(f"python {script} train --shape {shape} --implementation {implementation} --repeats 5")
         print(f"python {script} profile --shape {shape}")
     print(f"python {script} table")
 
@@ -245,8 +246,7 @@ def train(args: argparse.Namespace) -> None:
     from scaling.kernels.decoder import VOCABULARIES
 
     # other implementations are slow; one vocabulary keeps them within a call
-    ours = args.implementation == "kernels"
-    for vocabulary in VOCABULARIES if ours else VOCABULARIES[:1]:
+    for vocabulary in VOCABULARIES if args.implementation == "kernels" else VOCABULARIES[:1]:
         result = bench_train(
             shapes=[args.shape],
             vocabularies=[vocabulary],

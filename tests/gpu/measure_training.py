@@ -115,48 +115,17 @@ def points(config: RunConfig, out: Path) -> list[dict[str, float]]:
 
 def mfu(args: argparse.Namespace) -> dict[str, Any]:
     """Baseline, compiled, optimiser included, journal and all: the last logged intervals of a real run."""
+    random_store(args.scratch / "random", vocab=512 if args.tiny else 32768, tokens=400_000 if args.tiny else 4_000_000)
     results: dict[str, Any] = {}
-    for size, (batch, rows) in LADDER.items():
-        if args.sizes and size not in args.sizes:
-            continue
-        model = dict(TINY) if args.tiny else {"size": size}
-        steps = 6 if args.tiny else 24
-        store = random_store(
-            args.scratch / "random", vocab=512 if args.tiny else 32768, tokens=400_000 if args.tiny else 4_000_000
-        )
-        config = configure(
-            store,
-            model=model,
-            data={
-                "path": str(store),
-                "seq_len": 64 if args.tiny else SEQ_LEN,
-                "batch_size": 8 if args.tiny else batch,
-                "micro_batch_size": 4 if args.tiny else rows,
-            },
-            schedule={"steps": steps, "warmup_steps": 2},
-            evaluation={"every_steps": 1000, "num_sequences": 16},
-            run={
-                "log_every_steps": max(1, steps // 3),
-                "compile": CUDA,
-                "save_weights": False,
-                "seed": list(LADDER).index(size),
-            },
-        )
+    for size in args.sizes or LADDER:
         start_s = time.perf_counter()
         try:
-            end = train(config, out=args.scratch / "mfu")
+            figures = speed(args, "mfu", size, steps=6 if args.tiny else 24, seed=list(LADDER).index(size))
         except Exception as error:  # the other sizes are still worth measuring
             results[size] = {"error": str(error)[:500]}
             print(f"mfu {size}: {error}")
             continue
-        lines = [point for point in points(config, args.scratch / "mfu") if "perf/tokens_per_s" in point]
-        keys = ("perf/mfu", "perf/tokens_per_s", "perf/step_time_s", "perf/data_wait_s", "mem/peak_gib", "train/loss")
-        results[size] = {key: lines[-1].get(key) for key in keys} | {
-            "status": end.status,
-            "whole_s": time.perf_counter() - start_s,
-            "rows": rows,
-            "mfu_by_interval": [line.get("perf/mfu") for line in lines],
-        }
+        results[size] = figures | {"whole_s": time.perf_counter() - start_s, "rows": LADDER[size][1]}
         print(f"mfu {size}: {results[size]}", flush=True)
     return results
 
@@ -484,8 +453,9 @@ def experts(args: argparse.Namespace) -> dict[str, Any]:
     return results
 
 
-def speed(args: argparse.Namespace, tag: str, size: str, **run: Any) -> dict[str, Any]:
-    """The last logged interval of a short compiled run of a ladder size."""
+def speed(args: argparse.Namespace, tag: str, size: str, *, steps: int | None = None, **run: Any) -> dict[str, Any]:
+    """The last logged interval of a short compiled run of a ladder size, and the MFU of all."""
+    steps = steps or (6 if args.tiny else 15)
     batch, rows = (8, 4) if args.tiny else LADDER[size]
     store = args.scratch / "random"
     config = configure(
@@ -497,9 +467,9 @@ def speed(args: argparse.Namespace, tag: str, size: str, **run: Any) -> dict[str
             "batch_size": batch * int(os.environ.get("WORLD_SIZE", "1")),
             "micro_batch_size": rows,
         },
-        schedule={"steps": 6 if args.tiny else 16, "warmup_steps": 2},
+        schedule={"steps": steps, "warmup_steps": 2},
         evaluation={"every_steps": 1000, "num_sequences": 16},
-        run={"log_every_steps": 2 if args.tiny else 4, "compile": CUDA, "save_weights": False, **run},
+        run={"log_every_steps": steps // 3, "compile": CUDA, "save_weights": False, **run},
     )
     gc.collect()  # the model of the run before, whose memory would count in this one's peak
     if CUDA:
@@ -507,8 +477,9 @@ def speed(args: argparse.Namespace, tag: str, size: str, **run: Any) -> dict[str
         torch.cuda.reset_peak_memory_stats()
     end = train(config, out=args.scratch / tag)
     lines = [point for point in points(config, args.scratch / tag) if "perf/tokens_per_s" in point]
-    keys = ("perf/mfu", "perf/tokens_per_s", "perf/data_wait_s", "mem/peak_gib", "train/loss")
-    return {"status": end.status, **{key: lines[-1].get(key) for key in keys}}
+    keys = ("perf/mfu", "perf/tokens_per_s", "perf/step_time_s", "perf/data_wait_s", "mem/peak_gib", "train/loss")
+    figures: dict[str, Any] = {key: lines[-1].get(key) for key in keys}
+    return {"status": end.status, **figures, "mfu_by_interval": [line.get("perf/mfu") for line in lines]}
 
 
 def checkpointing(args: argparse.Namespace) -> dict[str, Any]:
