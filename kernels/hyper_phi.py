@@ -69,7 +69,7 @@ def _project_kernel(
     column = tl.arange(0, COLUMNS)
     stream_row = stream_ptr + row[:, None] * (SPLITS * D) + split * D + column[None, :]
     part_row = part_ptr + (split * D + column)[:, None] * SIDE + side[None, :]
-    result = tl.zeros([ROWS, SIDE], tl.float32)
+    result = tl.zeros([ROWS, SIDE], tl.float64 if EXACT else tl.float32)
     for start in tl.range(0, D, COLUMNS, num_stages=STAGES):
         x = tl.load(stream_row + start, mask=mask, other=0.0)
         part = tl.load(part_row + start * SIDE)
@@ -82,7 +82,7 @@ def _project_kernel(
         result = tl.sum(tl.reshape(result, [ROWS, 2, FP]), 1)
     field = tl.arange(0, FP)[None, :]
     place = (split.to(tl.int64) * num_rows + row)[:, None] * F + field
-    tl.store(partial_ptr + place, result, mask=mask & (field < F))
+    tl.store(partial_ptr + place, result.to(tl.float32), mask=mask & (field < F))
 
 
 @triton.jit(do_not_specialize=["num_tokens", "span"])
@@ -106,7 +106,7 @@ def _phi_gradient_kernel(
     split = tl.program_id(0)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     field = tl.arange(0, FP)
-    result = tl.zeros([COLUMNS, FP], tl.float32)
+    result = tl.zeros([COLUMNS, FP], tl.float64 if EXACT else tl.float32)
     first_token = split * span
     tokens = tl.minimum(first_token + span, num_tokens) - first_token
     if PER_STREAM:  # pairs of token and stream share the weights
@@ -134,7 +134,8 @@ def _phi_gradient_kernel(
         row = split.to(tl.int64) * D + column
     else:
         row = (split.to(tl.int64) * M + tl.program_id(2)) * D + column
-    tl.store(result_ptr + row[:, None] * F + field[None, :], result, mask=(field < F)[None, :] & (column < D)[:, None])
+    place = row[:, None] * F + field[None, :]
+    tl.store(result_ptr + place, result.to(tl.float32), mask=(field < F)[None, :] & (column < D)[:, None])
 
 
 def split(rule: Rule, *, phi: Tensor, streams: int, dtype: torch.dtype) -> Tensor:

@@ -263,17 +263,34 @@ def _step_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -
     kept = None if update is None else out
     ctx.save_for_backward(stream, update, post, mix, phi, shift, offset, scale, bias, kept, projected, factor)
     ctx.numbers, ctx.reals = numbers, reals
+    ctx.set_materialize_grads(False)  # or each step fills tensors with zeros for what backward alone reads
 
 
 def _step_backward_formula(
-    ctx: Any, out_gradient: Tensor, read_gradient: Tensor, post_gradient: Tensor, mix_gradient: Tensor, *_: Tensor
+    ctx: Any,
+    out_gradient: Tensor | None,
+    read_gradient: Tensor | None,
+    post_gradient: Tensor | None,
+    mix_gradient: Tensor | None,
+    *_: Tensor | None,
 ) -> tuple[Tensor | None, ...]:
-    stream, update, _, _, phi, _, _, _, _, out, _, factor = ctx.saved_tensors
+    saved = ctx.saved_tensors  # once: recomputation hands them out a single time
+    stream, update, _, _, phi, _, _, _, _, out, _, factor = saved
     rule = _decode(ctx.numbers, ctx.reals)
-    if update is None:  # the streams went on as they were, so that their own gradient comes from elsewhere
+    tokens, streams, width = stream.shape
+    wide = {"dtype": torch.float32, "device": stream.device}
+    mixes = rule.kind in ("mhc", "hc")
+    # Without an update the streams went on as they were, so that their own gradient comes from elsewhere.
+    if update is None or out_gradient is None:
         out_gradient = torch.zeros_like(stream)
+    if read_gradient is None:
+        read_gradient = stream.new_zeros((tokens, width))
+    if post_gradient is None:
+        post_gradient = torch.zeros((tokens, streams) if mixes else (0,), **wide)
+    if mix_gradient is None:
+        mix_gradient = torch.zeros((tokens, streams, streams) if mixes else (0,), **wide)
     results = torch.ops.isoloss.hyper_step_backward(
-        *ctx.saved_tensors, out_gradient, read_gradient, post_gradient, mix_gradient, ctx.numbers, ctx.reals
+        *saved, out_gradient, read_gradient, post_gradient, mix_gradient, ctx.numbers, ctx.reals
     )
     stream_gradient, update_gradient, old_post_gradient, old_mix_gradient, outer, sums = results
     phi_grad = shift_grad = offset_grad = scale_grad = bias_grad = None

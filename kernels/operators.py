@@ -258,14 +258,26 @@ def _site_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -
     ctx.save_for_backward(mixed, mixed_factor, kept, bank, factor, lse, query, gain)
     ctx.site, ctx.readers, ctx.silent, ctx.with_lse, ctx.eps = site, readers, silent, with_lse, eps
     ctx.gain_dtype = None if gain is None else gain.dtype
+    ctx.set_materialize_grads(False)  # or each site fills a tensor with zeros for the one of its outputs nobody uses
 
 
 def _site_backward_formula(
-    ctx: Any, token_gradient: Tensor, mixed_gradient: Tensor, normed_gradient: Tensor, _: Tensor, lse_gradient: Tensor
+    ctx: Any,
+    token_gradient: Tensor | None,
+    mixed_gradient: Tensor | None,
+    normed_gradient: Tensor | None,
+    _: Tensor | None,
+    lse_gradient: Tensor | None,
 ) -> tuple[Tensor | None, ...]:
+    saved = ctx.saved_tensors  # once: recomputation hands them out a single time
+    mixed, _, _, _, _, lse, _, _ = saved
     incoming = mixed_gradient if ctx.gain_dtype is None else normed_gradient
+    if incoming is None:
+        incoming = torch.zeros_like(mixed)
+    if token_gradient is None:  # of the last site
+        token_gradient = lse.new_zeros(1)
     token, source, gain = torch.ops.isoloss.bank_site_backward(
-        token_gradient, incoming, lse_gradient if ctx.with_lse else None, *ctx.saved_tensors, ctx.site, ctx.readers,
+        token_gradient, incoming, lse_gradient if ctx.with_lse else None, *saved, ctx.site, ctx.readers,
         ctx.silent, ctx.eps,
     )  # fmt: skip
     gain_gradient = None if ctx.gain_dtype is None else gain.to(ctx.gain_dtype)

@@ -173,8 +173,13 @@ def weigh_parts(a, x, b, y, PARTS: tl.constexpr):
 
 @triton.jit
 def dot(a, b, accumulator, EXACT: tl.constexpr):
-    """``accumulator + a @ b`` in float32, on tensor cores for 16-bit operands, in IEEE float32 if ``EXACT``."""
-    if _UPCAST:
+    """``accumulator + a @ b`` in float32, on tensor cores for 16-bit operands, in IEEE float32 if ``EXACT``.
+
+    A float64 accumulator takes float64 products: a chain of float32 additions as long as a width loses two bits.
+    """
+    if accumulator.dtype == tl.float64:
+        return accumulator + tl.dot(a.to(tl.float64), b.to(tl.float64), out_dtype=tl.float64)
+    elif _UPCAST:
         return accumulator + tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
     elif EXACT:
         return tl.dot(a, b, accumulator, input_precision="ieee")
