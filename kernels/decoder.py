@@ -4,7 +4,8 @@ Self-contained, because ``kernels`` comes before ``models`` in the flow; sizes a
 :mod:`scaling.models`. The baseline is compiled as well as it can be: one compiled region a sublayer that holds the
 residual addition, the norm, the projections and SDPA, and a loss that never holds the logits of more than a chunk of
 tokens. (Queries, keys and values as one product, gate and up as one, measured slower: NOTES.md.) Every contender uses
-the same regions; :mod:`scaling.kernels.joining` has what is between them.
+the same regions; :mod:`scaling.kernels.joining` has what is between them, and its fastest form of the maps' input
+gradients (:mod:`scaling.kernels.products`; for the baseline, too, both forms were measured).
 
 Shape legend: B batch, T time, D width, S sites, V vocabulary.
 """
@@ -18,6 +19,8 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from scaling.kernels.products import products
 
 EPS = 1e-6  # RMSNorm epsilon of Qwen3
 _ROPE_BASE = 1e4  # arXiv 2607.27230, training details
@@ -62,7 +65,16 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
 
 
+Inner = Callable[..., tuple[Tensor, ...]]  # the maps of a sublayer's input: separate, or products
+
+
+def separate(x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+    """Linear maps of one input; what sums their input gradients is the compiler's choice."""
+    return tuple(F.linear(x, weight) for weight in weights)
+
+
 def attention(
+    inner: Inner,
     x: Tensor,
     query: Tensor,
     key: Tensor,
@@ -74,16 +86,17 @@ def attention(
     sin: Tensor,
 ) -> Tensor:
     """Grouped-query attention of a normed input: norms on query and key heads, rotary positions, causal SDPA."""
-    q, k, v = (F.linear(x, weight).unflatten(-1, (-1, query_gain.shape[0])) for weight in (query, key, value))
+    q, k, v = (y.unflatten(-1, (-1, query_gain.shape[0])) for y in inner(x, query, key, value))
     q = _rotate(rms_norm(q, query_gain).transpose(1, 2), cos, sin)
     k = _rotate(rms_norm(k, key_gain).transpose(1, 2), cos, sin)
     mixed = F.scaled_dot_product_attention(q, k, v.transpose(1, 2), is_causal=True, enable_gqa=True)
     return F.linear(mixed.transpose(1, 2).flatten(-2), out)
 
 
-def feed_forward(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+def feed_forward(inner: Inner, x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
     """SwiGLU of a normed input."""
-    return F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down)
+    gated, raised = inner(x, gate, up)
+    return F.linear(F.silu(gated) * raised, down)
 
 
 class Sublayer(nn.Module):
@@ -112,7 +125,7 @@ class Sublayer(nn.Module):
 
     @property
     def function(self) -> Callable[..., Tensor]:
-        """The sublayer of a normed input."""
+        """The sublayer of a normed input, after the maps of it."""
         return attention if self.kind == "attention" else feed_forward
 
 
@@ -122,17 +135,17 @@ def stream_region(
 ) -> tuple[Tensor, Tensor]:
     """Pre-norm: add the last update to the stream, norm, run."""
     stream = stream + update
-    return stream, function(rms_norm(stream, gain), *weights)
+    return stream, function(separate, rms_norm(stream, gain), *weights)
 
 
 def normed_region(function: Callable[..., Tensor], x: Tensor, gain: Tensor, *weights: Any) -> Tensor:
     """Norm, run."""
-    return function(rms_norm(x, gain), *weights)
+    return function(separate, rms_norm(x, gain), *weights)
 
 
 def plain_region(function: Callable[..., Tensor], x: Tensor, *weights: Any) -> Tensor:
-    """Run on an input that routing has normed."""
-    return function(x, *weights)
+    """Run on an input that routing has normed; the norm is not there to take the sum of input gradients."""
+    return function(products, x, *weights)
 
 
 Inputs = list[tuple[Callable[..., Tensor], Tensor, tuple[Any, ...]]]
@@ -200,7 +213,7 @@ class Decoder(nn.Module):
         return linear_loss(hidden.flatten(0, 1), self.embedding, target_BT.flatten(), compiled=self.compiled)
 
 
-def _nothing(x: Tensor) -> Tensor:
+def _nothing(inner: Inner, x: Tensor) -> Tensor:
     return x
 
 

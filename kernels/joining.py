@@ -27,6 +27,7 @@ from scaling.kernels.decoder import (
     normed_region,
     plain_region,
     rms_norm,
+    separate,
     stream_region,
 )
 from scaling.kernels.hyper import Rule
@@ -92,7 +93,7 @@ def delta_region(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Delta attention residuals: the stream goes on, the sublayer sees it with the gated mix added."""
     stream = stream + update
-    return stream, function(rms_norm(stream + gate * routed, gain), *weights)
+    return stream, function(separate, rms_norm(stream + gate * routed, gain), *weights)
 
 
 def _delta(model: Decoder, embedding: Tensor, inputs: Inputs, *, kernels: bool) -> Tensor:

@@ -13,7 +13,7 @@ TINY = Shape(name="tiny", width=64, layers=1, query_heads=2, kv_heads=1, ffn=32,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["delta", "msar", "hc", "mhc"])
+@pytest.mark.parametrize("method", ["mhar", "block", "delta", "msar", "hc", "mhc"])
 def test_implementations_agree(method: str, device: torch.device) -> None:
     """Loss and gradients by our kernels are those of PyTorch."""
     tokens = torch.tensor([[3, 1, 4]], device=device)

@@ -1,0 +1,69 @@
+"""Linear maps of one input, whose input gradients are added up inside the matrix products.
+
+For sublayers whose input a routing kernel has normed: no compiled norm is there to take the sum of the maps' input
+gradients, so that it would be a kernel of its own, four tensors of the width for three maps. Here every product after
+the first adds to what is there (beta = 1), two tensors, read by kernels that wait for arithmetic.
+
+Shape legend: B any leading axes, D width of the input, F width of an output.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+def products(x_BD: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+    """Return ``x @ weight.T`` for every weight ``(F, D)``, as :func:`torch.nn.functional.linear` does.
+
+    Under autocast in its dtype. Each rounding of the input's gradient is one that the sum of separate gradients has too.
+    """
+    kind = x_BD.device.type
+    if torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
+        x_BD, weights = x_BD.to(dtype), tuple(weight.to(dtype) for weight in weights)
+    return tuple(torch.ops.isoloss.products(x_BD, list(weights)))
+
+
+@torch.library.custom_op("isoloss::products", mutates_args=(), schema="(Tensor x, Tensor[] weights) -> Tensor[]")
+def _products(x: Tensor, weights: list[Tensor]) -> list[Tensor]:
+    return [F.linear(x, weight) for weight in weights]
+
+
+@_products.register_fake
+def _products_fake(x: Tensor, weights: list[Tensor]) -> list[Tensor]:
+    return [x.new_empty((*x.shape[:-1], weight.shape[0])) for weight in weights]
+
+
+@torch.library.custom_op(
+    "isoloss::input_gradient", mutates_args=(), schema="(Tensor[] gradients, Tensor[] weights) -> Tensor"
+)
+def _input_gradient(gradients: list[Tensor], weights: list[Tensor]) -> Tensor:
+    first_RF, *others = (gradient.flatten(0, -2) for gradient in gradients)
+    total_RD = first_RF @ weights[0]
+    for gradient_RF, weight_FD in zip(others, weights[1:], strict=True):
+        total_RD.addmm_(gradient_RF, weight_FD)
+    return total_RD.view(*gradients[0].shape[:-1], weights[0].shape[1])
+
+
+@_input_gradient.register_fake
+def _input_gradient_fake(gradients: list[Tensor], weights: list[Tensor]) -> Tensor:
+    return gradients[0].new_empty((*gradients[0].shape[:-1], weights[0].shape[1]))
+
+
+def _setup(ctx: Any, inputs: tuple[Tensor, list[Tensor]], output: list[Tensor]) -> None:
+    x_BD, weights = inputs
+    ctx.save_for_backward(x_BD, *weights)
+
+
+def _backward(ctx: Any, gradients: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    x_BD, *weights = ctx.saved_tensors
+    x_RD = x_BD.flatten(0, -2)
+    input_gradient = torch.ops.isoloss.input_gradient(gradients, weights)
+    return input_gradient, [gradient.flatten(0, -2).t() @ x_RD for gradient in gradients]
+
+
+_products.register_autograd(_backward, setup_context=_setup)

@@ -1,0 +1,73 @@
+"""Linear maps of one input with summed input gradients: the same function as separate maps, under every wrapper."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn import functional as F
+
+from scaling.kernels.products import products
+
+
+def separate(x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+    return tuple(F.linear(x, weight) for weight in weights)
+
+
+def gradients(run: object, x: Tensor, weights: list[Tensor]) -> list[Tensor]:
+    assert callable(run)
+    leaves = [value.detach().clone().requires_grad_() for value in (x, *weights)]
+    outputs = run(*leaves)
+    generator = torch.Generator().manual_seed(1)
+    incoming = [torch.randn(y.shape, generator=generator, dtype=torch.float64).to(y) for y in outputs]
+    return [*(y.detach() for y in outputs), *torch.autograd.grad(outputs, leaves, incoming)]
+
+
+@given(
+    axes=st.lists(st.integers(1, 4), min_size=1, max_size=3),
+    width=st.integers(1, 5),
+    sides=st.lists(st.integers(1, 6), min_size=1, max_size=4),
+)
+def test_equal_to_separate_maps_in_float64(axes: list[int], width: int, sides: list[int]) -> None:
+    """Outputs and every gradient, any number of maps and leading axes."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(*axes, width, generator=generator, dtype=torch.float64)
+    weights = [torch.randn(side, width, generator=generator, dtype=torch.float64) for side in sides]
+    eps = torch.finfo(torch.float64).eps
+    for found, expected in zip(gradients(products, x, weights), gradients(separate, x, weights), strict=True):
+        torch.testing.assert_close(found, expected, rtol=64 * eps, atol=64 * eps)
+
+
+def test_no_farther_from_float64_than_separate_maps(device: torch.device) -> None:
+    """In bfloat16 sums inside the products round no more than a sum of rounded gradients."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(300, 64, generator=generator).to(device, torch.bfloat16)
+    weights = [torch.randn(side, 64, generator=generator).to(device, torch.bfloat16) for side in (64, 32, 32)]
+    truth = gradients(separate, x.double(), [weight.double() for weight in weights])[3]
+
+    def error(run: object) -> float:
+        return float((gradients(run, x, weights)[3].double() - truth).norm())
+
+    assert error(products) <= error(separate) * 1.01
+
+
+def test_compiles_without_a_break_and_follows_autocast(device: torch.device) -> None:
+    """One graph; under autocast outputs have its dtype and gradients the weights'."""
+    x = torch.randn(2, 3, 16, device=device, requires_grad=True)
+    weights = [torch.randn(side, 16, device=device, requires_grad=True) for side in (16, 8)]
+
+    def run(x: Tensor, *weights: Tensor) -> Tensor:
+        return torch.stack([y.float().square().sum() for y in products(x, *weights)]).sum()
+
+    plain = torch.autograd.grad(run(x, *weights), (x, *weights))
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    for found, expected in zip(torch.autograd.grad(compiled(x, *weights), (x, *weights)), plain, strict=True):
+        torch.testing.assert_close(found, expected)
+    with torch.autocast(device.type, torch.bfloat16):
+        outputs = products(x, *weights)
+    assert [y.dtype for y in outputs] == [torch.bfloat16] * 2
+    narrow = torch.autograd.grad([y.float().square().sum() for y in outputs], (x, *weights))
+    assert [g.dtype for g in narrow] == [torch.float32] * 3
+    for found, expected in zip(narrow, plain, strict=True):
+        torch.testing.assert_close(found, expected, rtol=0.1, atol=0.1 * float(expected.abs().max()))
