@@ -13,6 +13,7 @@ Shape legend: N rows, S sites, T tokens, D width, H heads, C = D / H, M sites of
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -83,6 +84,25 @@ def _receive_kernel(
     if NORM:
         line_ptr = gain_gradient_ptr + program.to(tl.int64) * D
         store_parts(line_ptr, spot, gain_gradient, mask, PARTS, SIDE, MASKED)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _sum_rows_kernel(
+    partial_ptr,  # (P, D) float32
+    sum_ptr,  # (D,)
+    num_rows,
+    D: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Sum the programs' parts and convert: one launch where ``sum`` and ``to`` are two."""
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    row = tl.arange(0, ROWS)[:, None]
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for start in tl.range(0, num_rows, ROWS):
+        spot = (start + row) * D + column[None, :]
+        total += tl.load(partial_ptr + spot, mask=start + row < num_rows, other=0.0)
+    tl.store(sum_ptr + column, narrow(tl.sum(total, 0), sum_ptr.dtype.element_ty))
 
 
 @triton.jit(do_not_specialize=["first_site", "num_sites", "num_tokens"])
@@ -198,7 +218,7 @@ def receive(
 ) -> Tensor | None:
     """Write ``G`` and ``delta`` of one site; with a gain, ``incoming_TD`` is the gradient of ``RMSNorm(o) * gain``.
 
-    Returns the gain's gradient (float32), or None without one.
+    Returns the gain's gradient in its dtype, or None without one.
     """
     num_tokens, width = incoming_TD.shape
     heads = delta_TH.shape[-1]
@@ -221,7 +241,14 @@ def receive(
         STAGES=stages,
         num_warps=warps,
     )
-    return None if partial_PD is None else partial_PD.sum(0)
+    if gain_D is None or partial_PD is None:
+        return None
+    gain_gradient_D = torch.empty_like(gain_D)
+    columns = 16  # few, so that many programs share the rows; every width is a multiple
+    _sum_rows_kernel[(width // columns,)](
+        partial_PD, gain_gradient_D, programs, D=width, ROWS=128, COLUMNS=columns, num_warps=4
+    )
+    return gain_gradient_D
 
 
 def gather(

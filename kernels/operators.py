@@ -244,7 +244,7 @@ def _site_backward_fake(
     source: Tensor | None, bank: Tensor, factor: Tensor, lse: Tensor, query: Tensor, gain: Tensor | None,
     site: int, readers: int, silent: bool, eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    gain_gradient = token_gradient.new_empty(0 if gain is None else gain.shape[0], dtype=torch.float32)
+    gain_gradient = token_gradient.new_empty(0) if gain is None else torch.empty_like(gain)
     return torch.empty_like(token_gradient), bank.new_empty(bank.shape[1:]), gain_gradient
 
 
@@ -257,7 +257,7 @@ def _site_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -
     kept = source if factor.shape[0] < sites or sites == 1 else None
     ctx.save_for_backward(mixed, mixed_factor, kept, bank, factor, lse, query, gain)
     ctx.site, ctx.readers, ctx.silent, ctx.with_lse, ctx.eps = site, readers, silent, with_lse, eps
-    ctx.gain_dtype = None if gain is None else gain.dtype
+    ctx.has_gain = gain is not None
     ctx.set_materialize_grads(False)  # or each site fills a tensor with zeros for the one of its outputs nobody uses
 
 
@@ -271,7 +271,7 @@ def _site_backward_formula(
 ) -> tuple[Tensor | None, ...]:
     saved = ctx.saved_tensors  # once: recomputation hands them out a single time
     mixed, _, _, _, _, lse, _, _ = saved
-    incoming = mixed_gradient if ctx.gain_dtype is None else normed_gradient
+    incoming = normed_gradient if ctx.has_gain else mixed_gradient
     if incoming is None:
         incoming = torch.zeros_like(mixed)
     if token_gradient is None:  # of the last site
@@ -280,7 +280,7 @@ def _site_backward_formula(
         token_gradient, incoming, lse_gradient if ctx.with_lse else None, *saved, ctx.site, ctx.readers,
         ctx.silent, ctx.eps,
     )  # fmt: skip
-    gain_gradient = None if ctx.gain_dtype is None else gain.to(ctx.gain_dtype)
+    gain_gradient = gain if ctx.has_gain else None
     return token, source, None, None, None, None, gain_gradient, None, None, None, None, None, None
 
 

@@ -11,7 +11,7 @@ streams.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from scaling.config.model import ModelConfig
+from scaling.kernels.products import products
 from scaling.models.initialisation import Constant, Normal, Rule
 
 
@@ -92,8 +93,8 @@ class Sublayer(nn.Module, ABC):
         self.norm = RMSNorm(config.d_model, eps=config.norm_eps) if norm else nn.Identity()
 
     @abstractmethod
-    def transform(self, x_BTD: Tensor, context: Context | None) -> Tensor:
-        """The output for an input that has been through the norm."""
+    def transform(self, x_BTD: Tensor, context: Context | None, *, normed: bool) -> Tensor:
+        """The output for an input that has been through the norm: the sublayer's own, or elsewhere (``normed``)."""
 
     def forward(
         self,
@@ -110,8 +111,19 @@ class Sublayer(nn.Module, ABC):
         through the sublayer's norm.
         """
         h_BTD = h_BTD if update_BTD is None else h_BTD + update_BTD
-        out_BTD = self.transform(h_BTD if normed else self.norm(h_BTD), context)
+        out_BTD = self.transform(h_BTD if normed else self.norm(h_BTD), context, normed=normed)
         return out_BTD if update_BTD is None else (h_BTD, out_BTD)
+
+
+def linear_maps(x_BTD: Tensor, maps: Sequence[Linear], *, normed: bool) -> tuple[Tensor, ...]:
+    """What the maps make of one input.
+
+    An input that was normed elsewhere has no compiled norm beside it whose backward kernel takes the sum of the maps'
+    input gradients: :func:`scaling.kernels.products.products` adds them up inside the matrix products.
+    """
+    if normed:
+        return products(x_BTD, *(linear.weight for linear in maps))
+    return tuple(linear(x_BTD) for linear in maps)
 
 
 class Attention(Sublayer):
@@ -128,9 +140,10 @@ class Attention(Sublayer):
         self.key_norm = RMSNorm(self.head_dim, eps=config.norm_eps) if config.qk_norm else nn.Identity()
         self.output = Linear(config.num_heads * self.head_dim, d, std=std)
 
-    def transform(self, x_BTD: Tensor, context: Context | None) -> Tensor:
+    def transform(self, x_BTD: Tensor, context: Context | None, *, normed: bool) -> Tensor:
         assert context is not None
-        return self.attend(self.query(x_BTD), self.key(x_BTD), self.value(x_BTD), context)
+        query, key, value = linear_maps(x_BTD, (self.query, self.key, self.value), normed=normed)
+        return self.attend(query, key, value, context)
 
     def _heads(self, x: Tensor) -> Tensor:
         return x.view(*x.shape[:-1], -1, self.head_dim)
@@ -163,6 +176,7 @@ class SwiGLU(Sublayer):
         self.up = Linear(d, hidden, std=std)
         self.down = Linear(hidden, d, std=std)
 
-    def transform(self, x_BTD: Tensor, context: Context | None) -> Tensor:
-        out_BTD: Tensor = self.down(F.silu(self.gate(x_BTD)) * self.up(x_BTD))
+    def transform(self, x_BTD: Tensor, context: Context | None, *, normed: bool) -> Tensor:
+        gate_BTF, up_BTF = linear_maps(x_BTD, (self.gate, self.up), normed=normed)
+        out_BTD: Tensor = self.down(F.silu(gate_BTF) * up_BTF)
         return out_BTD

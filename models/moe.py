@@ -77,7 +77,7 @@ class MoE(Sublayer):
         self.register_buffer("bias_E", torch.zeros(moe.num_experts))
         self.load_E: Tensor | None = None  # tokens by expert since the last bias update, on this process
 
-    def transform(self, x_BTD: Tensor, context: Context | None) -> Tensor:
+    def transform(self, x_BTD: Tensor, context: Context | None, *, normed: bool) -> Tensor:
         x_nD = x_BTD.flatten(0, 1)
         chosen_nk, weights_nk = self._route(x_nD)
         tokens, k = chosen_nk.shape

@@ -33,6 +33,10 @@ if TYPE_CHECKING:  # sharded tensors take seconds to import, and most runs have 
 _FIRST_PORT: Final = 49152
 _PORTS: Final = 16000
 
+# All sublayers share one forward function, which the compiler builds anew for each kind, shape of batch, wrapper and
+# mode. Past its own limit of 8 it goes on uncompiled after a warning, at two thirds of the speed.
+_MAX_BUILDS: Final = 256
+
 # What selective checkpointing keeps: results of matrix products and attention. The rest is cheap to compute again.
 _KEPT: Final = frozenset(
     {
@@ -146,6 +150,11 @@ def sublayers(transformer: nn.Module) -> Iterator[nn.Module]:
 def prepare(transformer: nn.Module, settings: RunSettings) -> None:
     """Add activation checkpointing and compilation to each sublayer, the unit that repeats."""
     cast(Any, transformer).residual.recomputed = settings.activation_checkpointing != "none"
+    if settings.compile:
+        from torch._dynamo import config as compiler  # seconds, which runs without compilation do without
+
+        compiler.recompile_limit = max(compiler.recompile_limit, _MAX_BUILDS)
+        compiler.accumulated_recompile_limit = max(compiler.accumulated_recompile_limit, _MAX_BUILDS)
     for sublayer in sublayers(transformer):
         forward: Callable[..., Any] = sublayer.forward
         if settings.activation_checkpointing == "full":
