@@ -1,9 +1,8 @@
 """The one place that decides whether an operation runs as Triton kernels or as plain PyTorch, and says why.
 
 Models ask here; ``scaling doctor`` and a run's tags print :func:`choices`. On a GPU nothing falls back silently: an
-operation whose kernels were proven on one runs them or raises; one that has none, or whose kernels have yet to pass
-all tests there, says so in its reason. The environment variable ``ISOLOSS_KERNELS`` (``auto``, ``triton``,
-``reference``) overrides the choice for operations that have kernels.
+operation that has kernels runs them or raises; one that has none says so in its reason. The environment variable
+``ISOLOSS_KERNELS`` (``auto``, ``triton``, ``reference``) overrides the choice for operations that have kernels.
 """
 
 from __future__ import annotations
@@ -34,10 +33,6 @@ OPERATIONS = (
     "hybrid",  # attnres_mhc
 )
 _NO_KERNEL = {"hybrid": "attention residuals over mHC's streams (attnres_mhc) have no Triton kernel; PyTorch"}
-
-# Right in the interpreter, but one float32 test failed on a GPU and its mend has not been run there (see NOTES.md): no
-# run's result rests on them unasked.
-_UNPROVEN = ("hyper",)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,9 +77,6 @@ def choose(operation: str, device: torch.device) -> Choice:
         return Choice(operation=operation, runs="reference", reason=_NO_KERNEL[operation])
     if mode == "reference":
         return Choice(operation=operation, runs="reference", reason=f"{VARIABLE}=reference")
-    if mode == "auto" and operation in _UNPROVEN and device.type == "cuda":
-        reason = f"its kernels are not proven on a GPU yet; {VARIABLE}=triton takes them"
-        return Choice(operation=operation, runs="reference", reason=reason)
     installed = importlib.util.find_spec("triton") is not None
     interpreted = os.environ.get("TRITON_INTERPRET", "0") == "1"
     if device.type == "cuda" or (mode == "triton" and interpreted):

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 def products(x_BD: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
     """Return ``x @ weight.T`` for every weight ``(F, D)``, as :func:`torch.nn.functional.linear` does.
 
-    Under autocast in its dtype. Each rounding of the input's gradient is one that the sum of separate gradients has too.
+    Under autocast in its dtype. The input's gradient is rounded once a product, and not again for their sum.
     """
     kind = x_BD.device.type
     if torch.is_autocast_enabled(kind):

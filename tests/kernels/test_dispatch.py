@@ -15,21 +15,13 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda")
 def test_default(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels on a GPU, the reference elsewhere, a reason always."""
     monkeypatch.delenv(dispatch.VARIABLE, raising=False)
-    assert dispatch.choose("depth_routing", GPU).runs == "triton"
+    for operation in ("depth_routing", "routed_norm", "streams", "hyper"):
+        assert dispatch.choose(operation, GPU).runs == "triton"
+    assert "no Triton kernel" in dispatch.choose("hybrid", GPU).reason
     choice = dispatch.choose("depth_routing", CPU)
     assert choice.runs == "reference" and choice.reason == "no CUDA device (cpu)"
     assert set(dispatch.describe()) == set(dispatch.OPERATIONS)
     assert all(dispatch.choose(operation, GPU).reason for operation in dispatch.OPERATIONS)
-
-
-def test_unproven_kernels_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels that have yet to pass every test on a GPU run there only on demand, and the reason says how."""
-    monkeypatch.setenv(dispatch.VARIABLE, "auto")
-    assert dispatch.choose("streams", GPU).runs == "triton"
-    choice = dispatch.choose("hyper", GPU)
-    assert choice.runs == "reference" and "not proven on a GPU yet; ISOLOSS_KERNELS=triton" in choice.reason
-    monkeypatch.setenv(dispatch.VARIABLE, "triton")
-    assert dispatch.choose("hyper", GPU).runs == "triton"
 
 
 def test_forced(monkeypatch: pytest.MonkeyPatch) -> None:
