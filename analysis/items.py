@@ -6,6 +6,7 @@ odds ratio with its interval, a sign-flip test that keeps clusters of items toge
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,6 +20,31 @@ from scaling.errors import TableError, UsageError, nearest
 
 if TYPE_CHECKING:
     import pandas as pd
+
+
+_TOLD_APART = ("size", "seed", "weights", "name", "run")  # columns of ``scaling eval``'s items, coarse to fine
+
+
+def read_items(folder: Path) -> pd.DataFrame:
+    """Items of all runs below a folder, as ``scaling eval`` wrote them.
+
+    Raises
+    ------
+    TableError
+        When there are none, or a file is damaged.
+    """
+    import pandas as pd
+
+    paths = sorted(folder.glob("**/downstream/*/*.csv"))
+    if not paths:
+        raise TableError(f"{folder}: no items of runs here; `scaling eval RUN --tasks ...` writes them")
+    parts = []
+    for path in paths:
+        try:
+            parts.append(pd.read_csv(path, dtype={"method": str, "task": str, "run": str}))
+        except (ValueError, OSError) as error:
+            raise TableError(f"{path}: cannot be read ({str(error).splitlines()[0]}); evaluate the run again") from None
+    return pd.concat(parts, ignore_index=True)
 
 
 def mcnemar(gains: int, losses: int) -> dict[str, float]:
@@ -143,7 +169,10 @@ def _check(table: pd.DataFrame, baseline: str | None, method: str | None) -> Non
     keys = ["item", "method", *(["task"] if "task" in table.columns else [])]
     if table.duplicated(keys).any():
         first = table[table.duplicated(keys)].iloc[0]
-        raise TableError(f"compare items: item {first['item']} of {str(first['method'])!r} occurs twice")
+        same = table[(table[keys] == first[keys]).all(axis=1)]
+        differ = [c for c in _TOLD_APART if c in same.columns and same[c].nunique(dropna=False) > 1]
+        hint = f"; its rows differ in {' and '.join(differ)}: choose with --where {differ[0]}==..." if differ else ""
+        raise TableError(f"compare items: item {first['item']} of {str(first['method'])!r} occurs twice{hint}")
 
 
 def _pair(part: pd.DataFrame, baseline: str, method: str, level: float, rng: np.random.Generator) -> Result:

@@ -1,8 +1,8 @@
 """What a report can show beside runs: probes of routing, timings, answers to test items, downstream scores.
 
 After ``disagreement`` and ``items``, before ``findings``. Each comes in a file of its own, written by another command
-of this tool or by hand; nothing here is measured. Probes are also found in run folders, under the name that
-``scaling probe disagreement RUN --save`` gives them.
+of this tool or by hand; nothing here is measured. Probes and downstream scores are also found in run folders, where
+``scaling probe disagreement RUN --save`` and ``scaling eval RUN`` put them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from scaling.analysis.items import compare_items
 from scaling.analysis.result import Result
 from scaling.errors import TableError, UsageError
-from scaling.record import PROBE
+from scaling.record import DOWNSTREAM, DOWNSTREAM_FINAL, DOWNSTREAM_RESULTS, PROBE
 
 Floats = NDArray[np.float64]
 SCORES: Final = ("method", "task", "score")  # needed; size, seed and se are read where they are there
@@ -81,7 +81,7 @@ def collect(
     scores: str | None = None,
     baseline: str | None = None,
 ) -> Supplements:
-    """Read what was given, and the probes in the run folders of ``runs``.
+    """Read what was given, and what lies in the run folders of ``runs``: probes, and scores where none are given.
 
     Parameters
     ----------
@@ -105,13 +105,15 @@ def collect(
     found = [] if folder is None else sorted(folder.glob(f"*/{PROBE}"))
     found = [path for path in found if only is None or path.parent.name in only]
     steps, kernels = _benches(benches)
+    results = [] if folder is None else sorted(folder.glob(f"*/{DOWNSTREAM}/{DOWNSTREAM_FINAL}/{DOWNSTREAM_RESULTS}"))
+    results = [path for path in results if only is None or path.parents[2].name in only]
     answers = {} if items is None else compare_items(_table(items), baseline=baseline or "baseline")
     return Supplements(
         probes=tuple(read_probe(path) for path in (*found, *map(Path, probes))),
         steps=steps,
         kernels=kernels,
         items=answers,
-        scores=None if scores is None else read_scores(scores),
+        scores=read_scores(scores) if scores is not None else run_scores(results),
     )
 
 
@@ -156,6 +158,22 @@ def read_scores(path: str) -> pd.DataFrame:
                 f"{path}: column {name!r} missing; it has: {have}; scores need method, task and score, one row a score"
             )
     return _scores(frame)
+
+
+def run_scores(paths: Sequence[Path]) -> pd.DataFrame | None:
+    """Scores that ``scaling eval`` left in run folders: a task's accuracy; ``None`` where there is none."""
+    rows = []
+    for path in paths:
+        try:
+            tasks = json.loads(path.read_text(encoding="utf-8"))
+            for task, found in tasks.items():
+                if found["main"] is not None:
+                    number = found["metrics"][found["main"]]
+                    who = {name: found["how"][name] for name in ("method", "size", "seed")}
+                    rows.append({**who, "task": task, "score": number["value"], "se": number["stderr"]})
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise TableError(f"{path}: damaged ({error!r}); evaluate the run again with `scaling eval`") from None
+    return _scores(pd.DataFrame(rows)) if rows else None
 
 
 def wide_scores(runs: pd.DataFrame) -> pd.DataFrame | None:

@@ -21,9 +21,9 @@ from scaling.errors import RecordError, UsageError
 from scaling.identity import label, size_label
 from scaling.loader import held_out_batches
 from scaling.models.probe import Disagreement, disagreement
-from scaling.record import CONFIG, RunFolder
+from scaling.record import RunFolder
 from scaling.tokens import TokenStore
-from scaling.trained import load_model
+from scaling.trained import load_model, run_of
 
 
 def probe_disagreement(
@@ -67,12 +67,6 @@ def probe_disagreement(
             yield torch.from_numpy(batch.tokens_BT.astype(np.int64)).to(device)
 
     return disagreement(model, batches(), heads=heads, draws=draws, seed=seed)
-
-
-def run_of(checkpoint: Path) -> RunFolder | None:
-    """The run folder that a checkpoint lies in (or is); ``None`` for a model from elsewhere."""
-    found = next((f for f in (checkpoint, *checkpoint.resolve().parents[:3]) if (f / CONFIG).is_file()), None)
-    return None if found is None else RunFolder(found)
 
 
 def save_arrays(probe: Disagreement, path: Path, run: RunFolder | None = None) -> None:

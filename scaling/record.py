@@ -9,6 +9,7 @@ start fast. Layout, under ``<out>/<run key>/``:
 ``metrics-0001.jsonl``      journal of attempt 1: ``{"step": 10, "time_ms": ..., "metrics": {"train/loss": ...}}``
 ``checkpoints/``            owned by ``scaling.checkpoint``
 ``evaluations/``            per-sequence losses of the held-out set by step (``step-00001000.npz``)
+``downstream/``             downstream results and items by weights (``final/``), written by ``scaling eval``
 ``end.json``                the end record, written atomically when the run is over, whatever the way
 ``leases/``                 who writes here, one file a holder; owned by ``scaling.lease``
 ==========================  ===========================================================================================
@@ -39,6 +40,9 @@ ATTEMPTS: Final = "attempts.jsonl"
 END: Final = "end.json"
 CHECKPOINTS: Final = "checkpoints"
 EVALUATIONS: Final = "evaluations"
+DOWNSTREAM: Final = "downstream"
+DOWNSTREAM_RESULTS: Final = "results.json"
+DOWNSTREAM_FINAL: Final = "final"  # those of the weights that a run ended with
 PROBE: Final = "routing.npz"  # by `scaling probe disagreement --save`; reports find it here
 
 EndStatus = Literal["done", "diverged", "failed", "cancelled"]

@@ -44,6 +44,12 @@ def read_model(path: Path, *, average: bool = False) -> tuple[ModelConfig, dict[
     raise CheckpointError(f"{path}: no {CONFIG} or {MODEL} here or above; give a run folder or a converted model")
 
 
+def run_of(checkpoint: Path) -> RunFolder | None:
+    """The run folder that a checkpoint lies in (or is); ``None`` for a model from elsewhere."""
+    found = next((f for f in (checkpoint, *checkpoint.resolve().parents[:3]) if (f / CONFIG).is_file()), None)
+    return None if found is None else RunFolder(found)
+
+
 def load_model(path: Path, *, average: bool = False) -> Transformer:
     """The model with its weights, in their precision, on the CPU."""
     config, weights = read_model(path, average=average)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -93,12 +94,16 @@ def seeds(
 ITEMS_EPILOG = (
     "Examples:  scaling compare items --gains 123 --losses 81 --items 1172   |   "
     "scaling compare items --runs items.csv --baseline std (columns item, method, correct; optional task, cluster)"
+    "   |   scaling compare items --runs runs --baseline baseline --where seed==0 (after scaling eval)"
 )
 
 
 @app.command(epilog=ITEMS_EPILOG)
 def items(
-    runs: Annotated[str | None, typer.Option("--runs", metavar="FILE", help="One row an item and method.")] = None,
+    runs: Annotated[
+        str | None,
+        typer.Option("--runs", metavar="FILE|FOLDER", help="One row an item and method; or evaluated runs' folder."),
+    ] = None,
     baseline: Annotated[str | None, typer.Option(help="The method all others are compared with.")] = None,
     method: Method = None,
     columns: Columns = None,
@@ -110,9 +115,17 @@ def items(
     as_json: AsJson = False,
 ) -> None:
     """McNemar's tests, odds ratio, clusters of items, Holm over tasks."""
-    from scaling.analysis.items import compare_items
+    from scaling.analysis.columns import filter_rows, map_columns
+    from scaling.analysis.items import compare_items, read_items
 
-    table = read(runs, columns, where) if runs else None
+    table = None
+    if runs:
+        folder = Path(runs)
+        table = (
+            filter_rows(map_columns(read_items(folder), columns), where)
+            if folder.is_dir()
+            else read(runs, columns, where)
+        )
     results = compare_items(
         table, baseline=baseline, method=method, gains=gains, losses=losses, items=items, level=level
     )

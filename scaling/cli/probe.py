@@ -31,8 +31,9 @@ def disagreement(
     """How much routing heads disagree about what to read, against random queries of the same norm."""
     from scaling.analysis.disagreement import describe, judge_disagreement
     from scaling.errors import UsageError
-    from scaling.probing import probe_disagreement, run_of, save_arrays
+    from scaling.probing import probe_disagreement, save_arrays
     from scaling.record import PROBE
+    from scaling.trained import run_of
 
     run = run_of(checkpoint)
     if save and run is None:

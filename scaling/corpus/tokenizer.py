@@ -22,7 +22,7 @@ import numpy.typing as npt
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from scaling.errors import DataError
-from scaling.tokens import token_dtype
+from scaling.tokens import TOKENIZER, TokenStore, token_dtype
 
 END_OF_DOCUMENT: Final = "<|endoftext|>"
 KNOWN_ENDS: Final = (END_OF_DOCUMENT, "<|end_of_text|>", "<|eot_id|>", "<eos>", "</s>")  # tried in this order
@@ -59,6 +59,10 @@ class Encoder(Protocol):
         """Bytes of text that each id stands for."""
         ...
 
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of some ids; ends of documents have none, bytes that are no UTF-8 become U+FFFD."""
+        ...
+
 
 def sha256_of(encoder: Encoder) -> str:
     """Hash of what decides the ids: the tokenizer's file and its end-of-document id."""
@@ -84,6 +88,9 @@ class ByteEncoder:
         sizes = np.ones(self.vocab_size, dtype=np.uint16)
         sizes[self.end_of_document] = 0
         return sizes
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return bytes(index for index in ids if index < BYTES).decode("utf-8", errors="replace")
 
 
 class TokenizerEncoder:
@@ -199,6 +206,22 @@ class TokenizerEncoder:
             else:
                 sizes[index] = len(self._tokenizer.decode([index], skip_special_tokens=False).encode("utf-8"))
         return sizes
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
+
+
+def store_encoder(store: TokenStore) -> Encoder:
+    """The encoder that a token store was made with."""
+    if store.meta.tokenizer is None:
+        return ByteEncoder()
+    path = store.path / TOKENIZER
+    try:
+        text = path.read_text(encoding="utf-8")
+        end = Tokenizer.from_str(text).id_to_token(store.meta.end_of_document)
+    except Exception as error:  # the library raises bare Exception
+        raise DataError(f"{path}: cannot be read ({error}); copy or prepare the store again") from None
+    return TokenizerEncoder(text, end_of_document=end, source=str(path))
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> str:

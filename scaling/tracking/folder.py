@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -19,9 +20,19 @@ from typing import Any, Final
 import yaml
 
 from scaling.config.tree import RunConfig, to_dict
-from scaling.errors import StoreError
+from scaling.errors import RecordError, StoreError
 from scaling.identity import EXCLUDED
-from scaling.record import ATTEMPTS, CONFIG, END, Attempt, EndRecord, RunFolder
+from scaling.record import (
+    ATTEMPTS,
+    CONFIG,
+    DOWNSTREAM,
+    DOWNSTREAM_FINAL,
+    DOWNSTREAM_RESULTS,
+    END,
+    Attempt,
+    EndRecord,
+    RunFolder,
+)
 from scaling.tracking import conventions
 from scaling.tracking.conventions import CURVES, STORE_STATUS, TERMINAL, RunView
 from scaling.tracking.journal import journal_names, new_pieces, seal, void_values
@@ -86,6 +97,7 @@ def send(
     _tags(view, known, store)
     if not known.artifacts:
         _describe(folder, config, view, known, store)
+    _downstream(folder, known, store, end)
     _artifacts(folder, known, store, over=over)
     if (known.status, known.ended_ms) != (stands.status, stands.ended_ms):
         store.status(known.run_id, STORE_STATUS[stands.status], stands.ended_ms)
@@ -219,6 +231,33 @@ def _tags(view: RunView, known: RunState, store: Store) -> None:
         known.tags, known.reason = digest, tags.get("reason", "")
 
 
+def _downstream(folder: RunFolder, known: RunState, store: Store, end: EndRecord | None) -> None:
+    """Metrics of downstream tasks, ``downstream/<task>/<metric>``, and the files with their items."""
+    for path in sorted((folder.path / DOWNSTREAM).glob(f"*/{DOWNSTREAM_RESULTS}")):
+        name = f"{DOWNSTREAM}/{path.parent.name}"
+        if known.artifacts.get(f"{name}/{path.name}") == _mark(path):
+            continue
+        front = DOWNSTREAM if path.parent.name == DOWNSTREAM_FINAL else name
+        try:
+            tasks = json.loads(path.read_text(encoding="utf-8"))
+            values = {
+                f"{front}/{task}/{metric}": number["value"]
+                for task, found in tasks.items()
+                for metric, number in found["metrics"].items()
+            }
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise RecordError(f"{path}: damaged ({error!r}); evaluate the run again") from None
+        stated = re.match(r"step-(\d+)", path.parent.name)
+        step = int(stated[1]) if stated else 0 if end is None else end.step
+        time_ms = path.stat().st_mtime_ns // 10**6
+        samples = [Sample(store_name(key), value, time_ms, step) for key, value in values.items() if value is not None]
+        assert known.run_id is not None
+        store.log(known.run_id, samples=samples)
+        for items in sorted(path.parent.glob("*.csv")):
+            _upload(items, known, store, name)
+        _upload(path, known, store, name)
+
+
 def _artifacts(folder: RunFolder, known: RunState, store: Store, *, over: bool) -> None:
     if over:
         for name in (ATTEMPTS, END):
@@ -229,16 +268,23 @@ def _artifacts(folder: RunFolder, known: RunState, store: Store, *, over: bool) 
 
 
 def _upload(path: Path, known: RunState, store: Store, folder: str = "") -> None:
-    try:
-        stat = path.stat()
-    except FileNotFoundError:
+    mark = _mark(path)
+    if mark is None:
         return
-    mark = f"{stat.st_size} {stat.st_mtime_ns}"
     name = f"{folder}/{path.name}" if folder else path.name
     if known.artifacts.get(name) != mark:
         assert known.run_id is not None
         store.upload(known.run_id, path, folder)
         known.artifacts[name] = mark
+
+
+def _mark(path: Path) -> str | None:
+    """What tells a file from what it was; None where there is none."""
+    try:
+        stat = path.stat()
+    except FileNotFoundError:
+        return None
+    return f"{stat.st_size} {stat.st_mtime_ns}"
 
 
 def _digest(tree: Mapping[str, Any]) -> str:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from scaling.record import ATTEMPTS, CONFIG, END, Attempt, Point, RunFolder
+from scaling.record import ATTEMPTS, CONFIG, DOWNSTREAM, DOWNSTREAM_RESULTS, END, Attempt, Point, RunFolder
 from scaling.tracking.metrics import store_name
 
 READ_BYTES = 4 << 20  # one bite of a journal, so that a long one does not fill memory
@@ -95,6 +95,9 @@ def seal(folder: RunFolder) -> list[list[Any]]:
             if entry.name in (CONFIG, ATTEMPTS, END) or entry.name.startswith("metrics-"):
                 stat = entry.stat()
                 found.append([entry.name, stat.st_size, stat.st_mtime_ns])
+    for path in folder.path.glob(f"{DOWNSTREAM}/*/{DOWNSTREAM_RESULTS}"):
+        stat = path.stat()
+        found.append([str(path.relative_to(folder.path)), stat.st_size, stat.st_mtime_ns])
     return sorted(found)
 
 
