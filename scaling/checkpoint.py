@@ -37,6 +37,7 @@ logger = logging.getLogger(__name__)
 FORMAT: Final = 1
 COMPLETE: Final = "complete.json"
 FINAL: Final = "final"
+_FIELDS: Final = {"format", "step", "permanent", "world_size", "progress", "files"}  # of a checkpoint's record
 MODEL: Final = "model/"  # prefix of the weights' names inside a checkpoint
 EMA: Final = "ema/"
 
@@ -176,7 +177,7 @@ class Checkpoints:
         complete = [item for item in (_read(path) for path in _folders(self._folder)) if item is not None]
         passing = [item for item in complete if not item.permanent]
         number = self._keep if keep is None else keep
-        for item in passing[: len(passing) - number]:
+        for item in passing[: max(0, len(passing) - number)]:
             hidden = item.path.with_name(f".old-{item.path.name}")
             os.replace(item.path, hidden)
             shutil.rmtree(hidden, ignore_errors=True)
@@ -241,11 +242,11 @@ def load_weights(path: Path, *, average: bool = False) -> dict[str, Tensor]:
         If there is nothing to load, it is damaged, or has no average.
     """
     if path.is_file():
-        return load_file(path)
+        return _load(path)
     for folder in (path, path / FINAL, path / "checkpoints" / FINAL):
         file = folder / ("ema.safetensors" if average else "model.safetensors")
         if file.is_file():
-            return load_file(file)
+            return _load(file)
     candidates = [path] if (path / COMPLETE).exists() else _folders(path / "checkpoints") or _folders(path)
     for folder in reversed(candidates):
         found = damage(folder)
@@ -261,6 +262,15 @@ def load_weights(path: Path, *, average: bool = False) -> dict[str, Tensor]:
     raise CheckpointError(
         f"{path}: no usable checkpoint; give a run folder, a checkpoint's folder or a safetensors file"
     )
+
+
+def _load(path: Path) -> dict[str, Tensor]:
+    try:
+        return load_file(path)
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(
+            f"{path}: damaged ({error}); give a checkpoint's folder, or train the run again"
+        ) from None
 
 
 def _folders(folder: Path) -> list[Path]:
@@ -282,7 +292,8 @@ def _read_record(path: Path) -> dict[str, Any] | None:
     try:
         stored = json.loads((path / COMPLETE).read_text(encoding="utf-8"))
         record: dict[str, Any] = stored["record"]
-        return record if stored["sha256"] == _record_digest(record) else None
+        whole = stored["sha256"] == _record_digest(record) and _FIELDS <= record.keys()
+        return record if whole else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -291,8 +302,7 @@ def _read(path: Path) -> Checkpoint | None:
     record = _read_record(path)
     if record is None:
         return None
-    fields = ("step", "permanent", "world_size", "progress")
-    return Checkpoint(path=path, **{name: record[name] for name in fields})
+    return Checkpoint(path=path, **{name: record[name] for name in _FIELDS - {"format", "files"}})
 
 
 def damage(path: Path) -> str | None:

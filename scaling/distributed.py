@@ -223,6 +223,9 @@ def _policy(_: object, op: object, *args: object, **kwargs: object) -> Checkpoin
 def _place(settings: RunSettings) -> tuple[int, int, int]:
     """Rank, number of processes, rank on this host."""
     env = os.environ
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"):
+        if not env.get(name, "0").isdigit():
+            raise ConfigError(f"{name}={env[name]!r} in the environment is no number; launch with torchrun or srun")
     if "RANK" in env and "WORLD_SIZE" in env:
         return int(env["RANK"]), int(env["WORLD_SIZE"]), int(env.get("LOCAL_RANK", "0"))
     if settings.parallel != "none" and "SLURM_PROCID" in env and int(env.get("SLURM_NTASKS", "1")) > 1:

@@ -160,7 +160,7 @@ def _name(number: int) -> str:
 
 
 def _current(folder: Path) -> Holder | None:
-    numbers = [int(path.stem) for path in folder.glob("[0-9]*.json")]
+    numbers = [int(path.stem) for path in folder.glob("[0-9]*.json") if path.stem.isdigit()]
     if not numbers:
         return None
     path = folder / _name(max(numbers))

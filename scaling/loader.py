@@ -22,7 +22,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 
 from scaling.errors import ConfigError, DataError, nearest
 from scaling.permutation import Permutation
-from scaling.tokens import Split, TokenStore
+from scaling.tokens import TOKENS, Split, TokenStore
 
 logger = logging.getLogger(__name__)
 
@@ -241,10 +241,16 @@ def gather(store: TokenStore, start_B: npt.NDArray[np.int64], seq_len: int, *, d
     """Read the sequences that start at the given tokens.
 
     ``masking`` ignores the target at each end of a document: it lies in the next one, which masked attention cannot
-    see.
+    see. ``DataError`` names a token id that is not in the vocabulary, and where it stands.
     """
     end = store.meta.end_of_document
     rows_BT = sliding_window_view(store.tokens, seq_len + 1)[start_B]
+    if rows_BT.size and rows_BT.max() >= store.vocab_size:  # the embedding would read beyond its end
+        row, column = np.argwhere(rows_BT >= store.vocab_size)[0]
+        raise DataError(
+            f"{store.path / TOKENS}: token id {rows_BT[row, column]} at position {start_B[row] + column:,}, beyond the "
+            f"vocabulary of {store.vocab_size:,}; the file is damaged, copy or prepare the store again"
+        )
     tokens_BT = rows_BT[:, :-1].astype(np.int64)
     targets_BT = rows_BT[:, 1:].astype(np.int64)
     document_BT = None

@@ -139,7 +139,8 @@ class Loop:
         self._saved_step, self._saved_s = self.step, time.monotonic()
         try:
             try:
-                with STOP.interruptible():  # nothing has been trained yet, so nothing is lost
+                # nothing has been trained yet, so nothing is lost; of several processes none may leave by itself
+                with STOP.interruptible(self.world.size == 1):
                     if self.config.run.compile:
                         self.evaluator.warm_up(self.module)
                     left = self._evaluate_if_due() if self.step else False  # one that an interruption broke off
@@ -159,6 +160,7 @@ class Loop:
                 left = left or (not done and self.world.any(STOP.requested))
                 self._save_if_due(checkpoints, leaving=left)
                 if done:
+                    self._meter.require_progress(self.step)
                     return True
                 if not left:
                     self._advance(feed)
@@ -191,7 +193,13 @@ class Loop:
         if self.step % self.config.run.log_every_steps and self.step != self.steps:
             return
         self._meter.fetch(self.step)
+        before = self.final.get("train/skipped_steps", 0.0)
         metrics = self._meter.line(waited_s=feed.waited_s)
+        skipped = int(metrics.get("train/skipped_steps", 0.0) - before)
+        if skipped > 0 and self.world.is_first:
+            logger.warning(
+                "step %d: %d updates skipped since the last line, loss or gradient not finite", self.step, skipped
+            )
         feed.waited_s = 0.0
         metrics["train/lr"] = learning_rate(self.config.schedule, self.config.optimizer.lr, self.step - 1)
         metrics |= self.totals() | self.transformer.statistics()

@@ -6,6 +6,7 @@ computes, so it may depend on the machine.
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import replace
 from typing import Final
@@ -48,8 +49,11 @@ def plan(config: RunConfig, world: World, rows: int) -> str:
     return ", ".join(f"{name} {size / 2**30:.2f}" for name, size in ordered)
 
 
-def remedy(config: RunConfig, rows: int) -> str:
+def remedy(config: RunConfig, world: World, rows: int) -> str:
     """What to change when memory ran out, cheapest first."""
+    if sum(_fixed(config, world).values()) > _whole(world):
+        spread = "" if config.run.parallel == "fsdp2" else "set run.parallel=fsdp2 and "
+        return f"weights and optimizer alone need more than that: {spread}launch more processes, or shrink the model"
     if rows > 1:
         return f"set data.micro_batch_size={rows // 2} (the result stays the same)"
     if config.run.activation_checkpointing != "full":
@@ -64,6 +68,13 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     return isinstance(error, RuntimeError) and re.search(r"can't allocate memory|out of memory", str(error)) is not None
+
+
+def _whole(world: World) -> int:
+    """Bytes of the device, or of the host."""
+    if world.device.type == "cuda":
+        return torch.cuda.mem_get_info(world.device)[1]
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _fixed(config: RunConfig, world: World) -> dict[str, float]:

@@ -120,6 +120,11 @@ class Meter:
         self._values, self._elapsed_s, self._steps_timed = [], 0.0, 0
         return metrics
 
+    def require_progress(self, steps: int) -> None:
+        """At the end of ``steps``: ``Diverged`` where skipped updates are all that is left of a short run."""
+        if self._skipped_in_a_row >= min(MOST_SKIPPED, max(1, steps - 1)):
+            raise Diverged(steps, "loss", math.nan)
+
     def state(self) -> dict[str, Any]:
         """For a checkpoint; call after ``fetch``."""
         return {"values": self._values, "skipped": self._skipped, "skipped_in_a_row": self._skipped_in_a_row}

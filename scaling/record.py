@@ -166,7 +166,17 @@ class RunFolder:
         return build(RunConfig, tree, source=str(path))
 
     def attempts(self) -> list[Attempt]:
-        return [Attempt(**line) for line in read_lines(self.path / ATTEMPTS)]
+        try:
+            return [Attempt(**line) for line in read_lines(self.path / ATTEMPTS)]
+        except TypeError as error:
+            reason = str(error).removeprefix("Attempt.__init__() ")
+            raise RecordError(f"{self.path / ATTEMPTS}: a line is no attempt ({reason}); repair or remove it") from None
+
+    def next_attempt(self) -> int:
+        """Number of an attempt that begins now: above all that have a line or a journal."""
+        journals = (path.stem.removeprefix("metrics-") for path in self.path.glob("metrics-*.jsonl") if path.is_file())
+        known = [*(attempt.attempt for attempt in self.attempts()), *(int(name) for name in journals if name.isdigit())]
+        return max(known, default=0) + 1
 
     def begin(self, attempt: Attempt) -> None:
         """Record the start of an attempt."""
@@ -193,12 +203,12 @@ class RunFolder:
         path = self.path / END
         try:
             stored = json.loads(path.read_text(encoding="utf-8"))
+            stored["final"] = {name: float(value) for name, value in stored["final"].items()}
+            return EndRecord(**stored)
         except FileNotFoundError:
             return None
-        except ValueError:
+        except (ValueError, KeyError, TypeError, AttributeError):
             raise RecordError(f"{path}: damaged; remove it to let the run go on from its checkpoint") from None
-        stored["final"] = {name: float(value) for name, value in stored["final"].items()}
-        return EndRecord(**stored)
 
     def finish(self, record: EndRecord) -> None:
         """Write the end record, atomically and once per way of ending."""
@@ -223,8 +233,12 @@ def append_line(path: Path, tree: Mapping[str, Any], *, sync: bool = False) -> N
     """
     line = (json.dumps(tree, separators=(",", ":"), allow_nan=False) + "\n").encode("utf-8")
     try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
         try:
+            size = os.fstat(descriptor).st_size
+            # a line that a crash or a full disk tore stays by itself
+            if size and os.pread(descriptor, 1, size - 1) != b"\n":
+                line = b"\n" + line
             if os.write(descriptor, line) < len(line):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             if sync:

@@ -134,7 +134,7 @@ def _open(config: RunConfig, out: Path) -> _Start:
             lease.release()
             return _Start(folder=folder, end=end, attempt=end.attempt, lease=None)
         folder.reopen()
-        return _Start(folder=folder, end=None, attempt=len(folder.attempts()) + 1, lease=lease)
+        return _Start(folder=folder, end=None, attempt=folder.next_attempt(), lease=lease)
     except BaseException:
         lease.release()
         raise
@@ -229,7 +229,7 @@ class _Attempt:
             raise MemoryShortage(
                 f"out of memory with micro-batches of {self._rows} sequences on {_device_name(self._world.device)}; "
                 f"estimated GiB a device: {memory.plan(self._config, self._world, self._rows)}; "
-                f"{memory.remedy(self._config, self._rows)}"
+                f"{memory.remedy(self._config, self._world, self._rows)}"
             ) from error
 
     def _guard(self) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import sys
 from dataclasses import asdict
 from pathlib import Path
 
@@ -22,7 +21,9 @@ from scaling.train import train
 def run_and_show(config: RunConfig, *, out: Path, as_json: bool) -> int:
     """Train and print; the exit status: 0 where the schedule was finished."""
     first = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0" or config.run.parallel == "none"
-    logging.basicConfig(stream=sys.stderr, level=logging.INFO if first else logging.ERROR, format="%(message)s")
+    if not logging.getLogger().isEnabledFor(logging.DEBUG):  # which --debug asked for
+        # this program's own news from the first process, and from the others what goes wrong
+        logging.getLogger("scaling").setLevel(logging.INFO if first else logging.ERROR)
     resolved = resolve(config)
     folder = out / run_key(resolved)
     if first:

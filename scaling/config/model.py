@@ -5,6 +5,7 @@ Field names follow the field's usage; all counts are whole numbers, widths are i
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from scaling.config.residual import Baseline, ResidualConfig
@@ -56,9 +57,14 @@ class ModelConfig:
     moe: MoEConfig | None = None
 
     def __post_init__(self) -> None:
-        for name in ("num_layers", "d_model", "num_heads", "num_kv_heads", "d_ffn", "vocab_size"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)} is not positive")
+        for name in ("num_layers", "d_model", "num_heads", "num_kv_heads", "d_ffn", "vocab_size", "head_dim"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name}={value} is not positive")
+        for name in ("rope_theta", "norm_eps", "init_std"):
+            value = getattr(self, name)
+            if not 0 < value < math.inf:
+                raise ConfigError(f"{name}={value} is not a positive finite number")
         if self.num_heads % self.num_kv_heads:
             divisors = [k for k in range(1, self.num_heads + 1) if self.num_heads % k == 0]
             raise ConfigError(

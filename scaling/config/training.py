@@ -5,6 +5,7 @@ Sections of the configuration tree. Which fields count towards a run's identity 
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,8 +19,8 @@ _SERVER: Final = re.compile(r"https?://[^\s/@?#]+(/[^\s@?#]*)?")  # without user
 def _positive(owner: object, *names: str) -> None:
     for name in names:
         value = getattr(owner, name)
-        if value is not None and not value > 0:
-            raise ConfigError(f"{name}={value} is not positive")
+        if value is not None and not 0 < value < math.inf:
+            raise ConfigError(f"{name}={value} is not {'finite' if value == math.inf else 'positive'}")
 
 
 def _fraction(owner: object, *names: str) -> None:
@@ -79,8 +80,12 @@ class OptimizerConfig:
     def __post_init__(self) -> None:
         _positive(self, "lr", "eps", "grad_clip")
         _fraction(self, "beta1", "beta2", "ema_decay")
-        if self.weight_decay < 0 or self.z_loss < 0:
-            raise ConfigError("weight_decay and z_loss must not be negative")
+        for name in ("beta1", "beta2", "ema_decay"):
+            if getattr(self, name) == 1:
+                raise ConfigError(f"{name}=1 never forgets; allowed are numbers below 1")
+        for name in ("weight_decay", "z_loss"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ConfigError(f"{name}={getattr(self, name)} is not a finite number of 0 or more")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
