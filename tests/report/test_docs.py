@@ -56,7 +56,11 @@ def test_every_command_runs(path: Path, planted: ModuleType, tmp_path: Path, mon
     ]
     pd.DataFrame(answers).to_csv(tmp_path / "answers.csv", index=False)
     monkeypatch.chdir(tmp_path)
-    for block in re.findall(r"```sh\n(.*?)```", path.read_text(encoding="utf-8"), flags=re.DOTALL):
+    for kind, block in re.findall(r"```(sh|yaml)\n(.*?)```", path.read_text(encoding="utf-8"), flags=re.DOTALL):
+        if kind == "yaml":
+            if block.startswith("# ") and block.split()[1].endswith(".yaml"):
+                (tmp_path / block.split()[1]).write_text(block, encoding="utf-8")
+            continue
         for line in filter(None, block.splitlines()):
             program, *words = shlex.split(line)
             assert program == "scaling"
