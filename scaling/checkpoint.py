@@ -167,6 +167,8 @@ class Checkpoints:
             beside.mkdir(parents=True)
             for name, tensors in weights.items():
                 save_file(dict(tensors), beside / f"{name}.safetensors")
+                # the library makes files that only their owner can read
+                (beside / f"{name}.safetensors").chmod(beside.stat().st_mode & 0o666)
             _replace_folder(beside, final)
         except (OSError, SafetensorError) as error:
             shutil.rmtree(beside, ignore_errors=True)

@@ -40,6 +40,8 @@ HASHES: Final = "hashes.npy"
 TOKEN_BYTES: Final = "token_bytes.npy"
 TOKENIZER: Final = "tokenizer.json"
 
+_LOOKS: Final = 256  # documents that a training looks at before it begins
+
 Split = Literal["train", "held_out"]
 SPLITS: Final[tuple[Split, Split]] = ("train", "held_out")
 TokenArray = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
@@ -174,6 +176,24 @@ class TokenStore:
         starts = np.array([part.first_document for part in self.meta.parts], dtype=np.int64)
         of_part = np.array([self.sources.index(part.source) for part in self.meta.parts], dtype=np.int64)
         return of_part[np.searchsorted(starts, np.asarray(document, dtype=np.int64), side="right") - 1]
+
+    def require_alignment(self) -> None:
+        """Check that documents end where ``offsets.npy`` says: a look at 256 of them, whatever the store's size.
+
+        Raises
+        ------
+        DataError
+            If one does not, because ``tokens.bin`` is not the file that was prepared with it.
+        """
+        document = np.unique(np.linspace(0, self.meta.num_documents - 1, _LOOKS).astype(np.int64))
+        last = np.asarray(self.offsets[document + 1]) - 1
+        inside = (last >= 0) & (last < self.num_tokens)
+        wrong = document[~inside | (self.tokens[np.where(inside, last, 0)] != self.meta.end_of_document)]
+        if len(wrong):
+            raise DataError(
+                f"{self.path / TOKENS}: document {wrong[0]:,} does not end where {OFFSETS} says; the files are not of "
+                "one store any more, copy or prepare it again"
+            )
 
     def require_vocabulary(self, model_vocab_size: int) -> None:
         """Check that every token id has a row in a model's embedding.

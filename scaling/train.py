@@ -77,17 +77,19 @@ def train(config: RunConfig, *, out: Path, progress: Callable[[Progress], None] 
         For what a user can cause: a wrong configuration, a missing store, a folder in use, memory or disk exhausted.
     """
     installed = STOP.listen()
-    config = resolve(config)
-    if not config.data.path:
-        raise ConfigError("data.path is missing; give the folder of a token store (`scaling data prepare`)")
-    store = TokenStore.open(config.data.path)
-    store.require_vocabulary(config.model.vocab_size)
-    if config.run.threads is not None:
-        torch.set_num_threads(config.run.threads)
-    precision.set_determinism(config.run.deterministic)
-    world = join(config.run)
+    world: World | None = None
     lease: Lease | None = None
     try:
+        config = resolve(config)
+        if not config.data.path:
+            raise ConfigError("data.path is missing; give the folder of a token store (`scaling data prepare`)")
+        store = TokenStore.open(config.data.path)
+        store.require_vocabulary(config.model.vocab_size)
+        store.require_alignment()
+        if config.run.threads is not None:
+            torch.set_num_threads(config.run.threads)
+        precision.set_determinism(config.run.deterministic)
+        world = join(config.run)
         start = _start(config, out, world)
         lease = start.lease
         if start.end is not None:
@@ -97,7 +99,8 @@ def train(config: RunConfig, *, out: Path, progress: Callable[[Progress], None] 
     finally:
         if lease is not None:
             lease.release()
-        world.leave()
+        if world is not None:
+            world.leave()
         if installed:
             STOP.forget()
 
@@ -194,7 +197,8 @@ class _Attempt:
         if not finished:
             assert STOP.signal is not None or world.size > 1, "only a signal breaks a run off"
             name = STOP.signal.name if STOP.signal is not None else "a signal to another process"
-            reason = f"left on {name} after step {loop.step} of {loop.steps}, saved; run again to go on"
+            saved = ", saved" if loop.step else ""
+            reason = f"left on {name} after step {loop.step} of {loop.steps}{saved}; run again to go on"
             logger.info("%s", reason)
             return self._record("cancelled", reason=reason)
         if config.run.save_weights:

@@ -71,6 +71,7 @@ def write_model(model: Transformer, folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         save_file({name: tensor.contiguous() for name, tensor in model.state_dict().items()}, folder / WEIGHTS)
+        (folder / WEIGHTS).chmod(folder.stat().st_mode & 0o666)  # the library lets only the owner read
         text = yaml.safe_dump({"model": to_dict(model.config)}, sort_keys=False)
         (folder / MODEL).write_text(text, encoding="utf-8")
     except OSError as error:

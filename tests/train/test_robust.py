@@ -71,6 +71,8 @@ def test_a_run_goes_on_after_a_torn_start(store: Path, make_config: Make, tmp_pa
         file.write(b'{"attempt": 2')
     train(config, out=tmp_path)
     assert [attempt.attempt for attempt in folder.attempts()] == [1, 2]
+    weights, config_file = folder.path / "checkpoints" / "final" / "model.safetensors", folder.path / "config.json"
+    assert weights.stat().st_mode == config_file.stat().st_mode  # who may read the run may read its weights
     assert [point.step for point in folder.points() if "train/loss" in point.metrics] == [2, 4, 6, 8, 10, 12]
 
 
@@ -78,9 +80,20 @@ def test_token_ids_beyond_the_vocabulary_are_named(make_config: Make, tmp_path: 
     """With the file, the position and what to do."""
     store = write_store(tmp_path / "store")
     tokens = np.memmap(store / TOKENS, dtype="<u2", mode="r+")
-    tokens[:] = np.where(np.arange(len(tokens)) % 97 == 5, 60_000, tokens)
+    tokens[:] = np.where((np.arange(len(tokens)) % 97 == 5) & (tokens != 0), 60_000, tokens)
     tokens.flush()
     with pytest.raises(DataError, match=rf"bin: token id 60000 at position [\d,]+, beyond the vocabulary of {VOCAB}"):
+        train(make_config(store), out=tmp_path / "runs")
+
+
+def test_tokens_of_another_store_are_named(make_config: Make, tmp_path: Path) -> None:
+    """Same size, ids that exist, other content: documents no longer end where they did."""
+    store = write_store(tmp_path / "store")
+    tokens = np.memmap(store / TOKENS, dtype="<u2", mode="r+")
+    quarter = len(tokens) // 4
+    tokens[: 2 * quarter] = np.concatenate([tokens[quarter : 2 * quarter], tokens[:quarter]])
+    tokens.flush()
+    with pytest.raises(DataError, match=r"tokens.bin: document [\d,]+ does not end where offsets.npy says"):
         train(make_config(store), out=tmp_path / "runs")
 
 
