@@ -9,6 +9,7 @@ where models are small.
 
 from __future__ import annotations
 
+import difflib
 import importlib.metadata
 import json
 import logging
@@ -28,7 +29,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from scaling.answers import as_csv, item_rows, task_metrics
 from scaling.config.training import PrecisionConfig
 from scaling.corpus.tokenizer import Encoder, store_encoder
-from scaling.errors import CheckpointError, RecordError, UsageError, nearest
+from scaling.errors import CheckpointError, RecordError, UsageError
 from scaling.identity import label, size_label
 from scaling.kernels import dispatch
 from scaling.record import DOWNSTREAM, DOWNSTREAM_FINAL, DOWNSTREAM_RESULTS, RunFolder
@@ -161,6 +162,7 @@ def evaluate_downstream(
         raise CheckpointError(
             f"{checkpoint}: no such run, checkpoint or model; `scaling train` makes runs in its --out"
         )
+    model = load_model(checkpoint, average=average)
     run = run_of(checkpoint)
     config = run.config() if run is not None else None
     stored = data if data is not None else (Path(config.data.path) if config and config.data.path else None)
@@ -169,7 +171,6 @@ def evaluate_downstream(
     if out is None and run is None:
         raise UsageError(f"{checkpoint}: lies in no run folder; say where results go with --out")
     store = TokenStore.open(stored)
-    model = load_model(checkpoint, average=average)
     if store.vocab_size > model.config.vocab_size:
         raise UsageError(
             f"{stored}: has {store.vocab_size} token ids, the model {model.config.vocab_size}; give the store it was "
@@ -241,7 +242,9 @@ def _load(tasks: Sequence[str]) -> dict[str, Any]:
         names += own
     for name in names:
         if name not in known:
-            raise UsageError(f"--tasks: unknown task {name!r}; {nearest(name, list(known))}")
+            near = difflib.get_close_matches(name, known, n=3)  # there are some ten thousand
+            hint = f"did you mean {' or '.join(map(repr, near))}?" if near else "`lm-eval ls tasks` lists them"
+            raise UsageError(f"--tasks: unknown task {name!r}; {hint}")
     try:
         loaded: dict[str, Any] = manager.load(names)
     except Exception as error:  # whatever the harness, its tasks and the libraries that fetch their data raise

@@ -167,6 +167,8 @@ def test_refusals(trained: Callable[[str], Path], tasks: Path, tmp_path: Path) -
 
     assert "names no task" in refused(run, "--tasks", " , ")
     assert "no such file" in refused(run, "--tasks", tmp_path / "absent.yaml")
+    message = refused(run, "--tasks", "hellaswagg")
+    assert "unknown task 'hellaswagg'; did you mean 'hellaswag'" in message and len(message) < 200
     empty = tmp_path / "empty.yaml"
     empty.write_text("dataset_path: json\n", encoding="utf-8")
     assert "a task file has a line" in refused(run, "--tasks", empty)
