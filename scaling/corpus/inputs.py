@@ -1,8 +1,8 @@
 """Which files a corpus is read from: the arguments of ``scaling data prepare``, turned into a sorted list of files.
 
 Before ``pieces`` in ``scaling.corpus``. An argument is ``[NAME=]PATH``; PATH is a file, a folder (read recursively), a
-glob pattern, or ``python-library``. NAME is what its documents' source is called; by default the file's or folder's
-name.
+glob pattern, or ``python-library``. NAME is what its documents' source is called; by default what a record's ``source``
+says, else the file's or folder's name.
 """
 
 from __future__ import annotations
@@ -36,7 +36,10 @@ _HIDDEN_FOLDERS: Final = frozenset({"__pycache__", "node_modules"})
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Input:
-    """One file: what it holds, how it is packed, its source's name, its size on disk and time of change."""
+    """One file: what it holds, how it is packed, its source's name, its size on disk and time of change.
+
+    ``named`` says that the argument named the source, which then holds for every record.
+    """
 
     path: Path
     kind: Kind
@@ -44,6 +47,7 @@ class Input:
     source: str
     size: int
     mtime_ns: int
+    named: bool
 
 
 def find_inputs(arguments: Sequence[str | Path], suffixes: Sequence[str] = ()) -> tuple[list[Input], dict[str, int]]:
@@ -64,9 +68,9 @@ def find_inputs(arguments: Sequence[str | Path], suffixes: Sequence[str] = ()) -
     for argument in map(str, arguments):
         name, pattern = _named(argument)
         if pattern == LIBRARY and not Path(pattern).exists():
-            inputs += [_input(path, ("text", ""), name or SOURCE) for path in python_library_files()]
+            inputs += [_input(path, ("text", ""), name, SOURCE) for path in python_library_files()]
         elif Path(pattern).is_dir():
-            inputs += _tree(Path(pattern), name or Path(pattern).resolve().name, suffixes, skipped)
+            inputs += _tree(Path(pattern), name, suffixes, skipped)
         else:
             inputs += _files(pattern, name, suffixes)
     return inputs, dict(skipped)
@@ -94,16 +98,17 @@ def _named(argument: str) -> tuple[str | None, str]:
     return None, argument
 
 
-def _tree(folder: Path, source: str, suffixes: Sequence[str], skipped: Counter[str]) -> Iterator[Input]:
+def _tree(folder: Path, name: str | None, suffixes: Sequence[str], skipped: Counter[str]) -> Iterator[Input]:
+    own = folder.resolve().name
     for parent, inner, names in os.walk(folder):
-        inner[:] = sorted(name for name in inner if name not in _HIDDEN_FOLDERS and not name.startswith("."))
-        for name in sorted(names):
-            path = Path(parent, name)
+        inner[:] = sorted(sub for sub in inner if sub not in _HIDDEN_FOLDERS and not sub.startswith("."))
+        for file in sorted(names):
+            path = Path(parent, file)
             kind = file_kind(path, suffixes)
             if kind is None or not path.is_file():
                 skipped["unknown ending"] += 1
             else:
-                yield _input(path, kind, source)
+                yield _input(path, kind, name, own)
 
 
 def _files(pattern: str, name: str | None, suffixes: Sequence[str]) -> Iterator[Input]:
@@ -122,14 +127,20 @@ def _files(pattern: str, name: str | None, suffixes: Sequence[str]) -> Iterator[
                 f"files, packed as {', '.join(COMPRESSIONS)}; "
                 f"to read it as text give --text-suffix {path.suffix or '.NAME'}"
             )
-        yield _input(path, kind, name or path.name.split(".")[0])
+        yield _input(path, kind, name, path.name.split(".")[0])
 
 
-def _input(path: Path, kind: tuple[Kind, str], source: str) -> Input:
+def _input(path: Path, kind: tuple[Kind, str], name: str | None, own: str) -> Input:
     try:
         status = path.stat()
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror})") from None
     return Input(
-        path=path, kind=kind[0], compression=kind[1], source=source, size=status.st_size, mtime_ns=status.st_mtime_ns
+        path=path,
+        kind=kind[0],
+        compression=kind[1],
+        source=name or own,
+        size=status.st_size,
+        mtime_ns=status.st_mtime_ns,
+        named=name is not None,
     )

@@ -212,7 +212,8 @@ def _record(item: Input, record: dict[str, Any], columns: Columns, counts: Count
     if text is None or not text.strip():
         counts[EMPTY] += 1
         return
-    source = record.get(columns.source or "source")
+    # a name on the command line holds for all records, unless a column was named there too
+    source = None if item.named and columns.source is None else record.get(columns.source or "source")
     yield Document(text, item.source if source is None else str(source))
 
 

@@ -309,3 +309,17 @@ def test_plain_bytes_round_trip(seed: int, tmp_path_factory: pytest.TempPathFact
     ]
     store = prepare(items, tmp_path_factory.mktemp("round") / "s", held_out_fraction=0, drop_duplicates=False)
     assert sorted(texts_of(store)) == pairs(items)
+
+
+def test_a_name_on_the_command_line_holds_for_all_records(tmp_path: Path) -> None:
+    """``NAME=PATH`` wins over a record's ``source``, unless a column was named for it."""
+    path = tmp_path / "in.jsonl"
+    path.write_text("".join(json.dumps({"text": f"text {n}", "source": "ab"[n % 2]}) + "\n" for n in range(80)))
+
+    def sources(name: str, argument: str, column: str | None = None) -> list[str]:
+        store = prepare([argument], tmp_path / name, source_column=column, held_out_fraction=0.2)
+        return sorted({part.source for part in store.meta.parts})
+
+    assert sources("unnamed", str(path)) == ["a", "b"]
+    assert sources("named", f"code={path}") == ["code"]
+    assert sources("column", f"code={path}", "source") == ["a", "b"]
