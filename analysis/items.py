@@ -17,6 +17,7 @@ from scaling.analysis.options import check_level, generator
 from scaling.analysis.paired import holm, sign_flip
 from scaling.analysis.result import Caution, Interval, Result
 from scaling.errors import TableError, UsageError, nearest
+from scaling.record import DOWNSTREAM
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -35,7 +36,7 @@ def read_items(folder: Path) -> pd.DataFrame:
     """
     import pandas as pd
 
-    paths = sorted(folder.glob("**/downstream/*/*.csv"))
+    paths = sorted(folder.glob(f"**/{DOWNSTREAM}/*/*.csv"))
     if not paths:
         raise TableError(f"{folder}: no items of runs here; `scaling eval RUN --tasks ...` writes them")
     parts = []

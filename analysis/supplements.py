@@ -25,6 +25,7 @@ from scaling.record import DOWNSTREAM, DOWNSTREAM_FINAL, DOWNSTREAM_RESULTS, PRO
 Floats = NDArray[np.float64]
 SCORES: Final = ("method", "task", "score")  # needed; size, seed and se are read where they are there
 SCORE_PREFIX: Final = "score/"  # columns of a run table: score/MMLU, and score_se/MMLU with its standard error
+_RESULTS: Final = f"{DOWNSTREAM}/{DOWNSTREAM_FINAL}/{DOWNSTREAM_RESULTS}"
 _ERROR_PREFIX: Final = "score_se/"
 _STEP: Final = ("shape", "vocabulary", "method", "pass", "launch")
 _KERNEL: Final = ("operation", "shape", "pass")
@@ -102,19 +103,21 @@ def collect(
         If a file is missing, of another kind, or lacks a column.
     """
     folder = Path(runs) if runs is not None and Path(runs).is_dir() else None
-    found = [] if folder is None else sorted(folder.glob(f"*/{PROBE}"))
-    found = [path for path in found if only is None or path.parent.name in only]
     steps, kernels = _benches(benches)
-    results = [] if folder is None else sorted(folder.glob(f"*/{DOWNSTREAM}/{DOWNSTREAM_FINAL}/{DOWNSTREAM_RESULTS}"))
-    results = [path for path in results if only is None or path.parents[2].name in only]
     answers = {} if items is None else compare_items(_table(items), baseline=baseline or "baseline")
     return Supplements(
-        probes=tuple(read_probe(path) for path in (*found, *map(Path, probes))),
+        probes=tuple(read_probe(path) for path in (*_of_runs(folder, only, PROBE), *map(Path, probes))),
         steps=steps,
         kernels=kernels,
         items=answers,
-        scores=read_scores(scores) if scores is not None else run_scores(results),
+        scores=read_scores(scores) if scores is not None else run_scores(_of_runs(folder, only, _RESULTS)),
     )
+
+
+def _of_runs(folder: Path | None, only: Collection[str] | None, place: str) -> list[Path]:
+    """A file of every run folder that has it, of the runs that count."""
+    found = [] if folder is None else sorted(folder.glob(f"*/{place}"))
+    return [path for path in found if only is None or path.relative_to(str(folder)).parts[0] in only]
 
 
 def read_probe(path: Path) -> Probe:

@@ -125,7 +125,7 @@ class Sublayer(nn.Module):
 
     @property
     def function(self) -> Callable[..., Tensor]:
-        """The sublayer of a normed input, after the maps of it."""
+        """What the sublayer does with the maps of its input (:data:`Inner`), the normed input and its weights."""
         return attention if self.kind == "attention" else feed_forward
 
 
@@ -161,7 +161,7 @@ class Decoder(nn.Module):
     joining
         Parameters of what joins the sublayers, as they start.
     run
-        Takes this model, the embedding, and for each sublayer and the head a function of a normed input, the gain of
+        Takes this model, the embedding, and for each sublayer and the head its :attr:`Sublayer.function`, the gain of
         its norm and its weights; returns the head's normed input.
     compiled
         Whether regions are compiled.

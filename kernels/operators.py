@@ -257,7 +257,6 @@ def _site_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -
     kept = source if factor.shape[0] < sites or sites == 1 else None
     ctx.save_for_backward(mixed, mixed_factor, kept, bank, factor, lse, query, gain)
     ctx.site, ctx.readers, ctx.silent, ctx.with_lse, ctx.eps = site, readers, silent, with_lse, eps
-    ctx.has_gain = gain is not None
     ctx.set_materialize_grads(False)  # or each site fills a tensor with zeros for the one of its outputs nobody uses
 
 
@@ -270,17 +269,18 @@ def _site_backward_formula(
     lse_gradient: Tensor | None,
 ) -> tuple[Tensor | None, ...]:
     saved = ctx.saved_tensors  # once: recomputation hands them out a single time
-    mixed, _, _, _, _, lse, _, _ = saved
-    incoming = normed_gradient if ctx.has_gain else mixed_gradient
+    mixed, _, _, _, _, lse, _, gain = saved
+    incoming = mixed_gradient if gain is None else normed_gradient
     if incoming is None:
         incoming = torch.zeros_like(mixed)
     if token_gradient is None:  # of the last site
         token_gradient = lse.new_zeros(1)
-    token, source, gain = torch.ops.isoloss.bank_site_backward(
+    token, source, gain_gradient = torch.ops.isoloss.bank_site_backward(
         token_gradient, incoming, lse_gradient if ctx.with_lse else None, *saved, ctx.site, ctx.readers,
         ctx.silent, ctx.eps,
     )  # fmt: skip
-    gain_gradient = gain if ctx.has_gain else None
+    if gain is None:
+        gain_gradient = None
     return token, source, None, None, None, None, gain_gradient, None, None, None, None, None, None
 
 

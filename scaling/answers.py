@@ -11,6 +11,10 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+import numpy as np
+
+from scaling.evaluate import ratio_estimate
+
 # what counts as an item's being right, in this order
 _RIGHT: Final = ("acc_norm", "acc", "exact_match", "pass@1")
 
@@ -68,12 +72,10 @@ def task_metrics(answer: Mapping[str, Any], task: str, rows: Sequence[Mapping[st
             named[name] = {"value": _finite(value), "stderr": _finite(error)}
     pairs = [(row["answer_bits"], row["answer_bytes"]) for row in rows if row["answer_bytes"] != ""]
     if pairs:
-        total = sum(size for _, size in pairs)
-        rate = sum(bits for bits, _ in pairs) / total
-        count = len(pairs)
-        spread = sum((bits - rate * size) ** 2 for bits, size in pairs)  # ratio estimator, as of the held-out loss
-        error = math.sqrt(count / (count - 1) * spread) / total if count > 1 else None
-        named["answer_bpb"] = {"value": rate, "stderr": error}
+        rate, error = ratio_estimate(
+            *np.array(pairs, dtype=np.float64).T
+        )  # items are what the held-out loss's documents are
+        named["answer_bpb"] = {"value": rate, "stderr": _finite(error)}
     main = next((name for name in _RIGHT if name in named), None)
     return {"metrics": named, "main": main, "items": len(rows), "shots": answer["n-shot"][task]}
 

@@ -14,7 +14,6 @@ import importlib.metadata
 import json
 import logging
 import math
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,15 +26,22 @@ from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from scaling.answers import as_csv, item_rows, task_metrics
+from scaling.checkpoint import FINAL
 from scaling.config.training import PrecisionConfig
 from scaling.corpus.tokenizer import Encoder, store_encoder
 from scaling.errors import CheckpointError, RecordError, UsageError
 from scaling.identity import label, size_label
 from scaling.kernels import dispatch
-from scaling.record import DOWNSTREAM, DOWNSTREAM_FINAL, DOWNSTREAM_RESULTS, RunFolder
+from scaling.record import (
+    CHECKPOINTS,
+    DOWNSTREAM,
+    DOWNSTREAM_FINAL,
+    DOWNSTREAM_RESULTS,
+    RunFolder,
+    write_atomically,
+)
 from scaling.scoring import Scorer
-from scaling.tokens import TokenStore
-from scaling.trained import load_model, run_of
+from scaling.trained import load_model, run_of, store_of
 
 logger = logging.getLogger(__name__)
 logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns of every default that a task file leaves to it
@@ -162,22 +168,17 @@ def evaluate_downstream(
         raise CheckpointError(
             f"{checkpoint}: no such run, checkpoint or model; `scaling train` makes runs in its --out"
         )
-    model = load_model(checkpoint, average=average)
     run = run_of(checkpoint)
-    config = run.config() if run is not None else None
-    stored = data if data is not None else (Path(config.data.path) if config and config.data.path else None)
-    if stored is None:
-        raise UsageError(f"{checkpoint}: does not say which token store it was trained on; give --data STORE")
-    if out is None and run is None:
-        raise UsageError(f"{checkpoint}: lies in no run folder; say where results go with --out")
-    store = TokenStore.open(stored)
-    if store.vocab_size > model.config.vocab_size:
-        raise UsageError(
-            f"{stored}: has {store.vocab_size} token ids, the model {model.config.vocab_size}; give the store it was "
-            "trained on with --data"
-        )
     weights = _weights(checkpoint, run, average)
-    folder = out if out is not None else _beside(run, weights)
+    model = load_model(checkpoint, average=average)
+    config = run.config() if run is not None else None
+    store = store_of(checkpoint, model, data)
+    if out is not None:
+        folder = out
+    elif run is not None:
+        folder = run.path / DOWNSTREAM / weights
+    else:
+        raise UsageError(f"{checkpoint}: lies in no run folder; say where results go with --out")
     loaded = _load(tasks)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     scorer = Scorer(
@@ -259,14 +260,16 @@ def _load(tasks: Sequence[str]) -> dict[str, Any]:
 
 
 def _weights(checkpoint: Path, run: RunFolder | None, average: bool) -> str:
-    """What the weights are called: the checkpoint's folder, ``final`` for a run's."""
-    name = DOWNSTREAM_FINAL if run is not None and checkpoint.resolve() == run.path.resolve() else checkpoint.stem
+    """What the weights are called: the checkpoint's folder; of a run itself only the last ones have a name."""
+    if run is not None and checkpoint.resolve() == run.path.resolve():
+        if not (run.path / CHECKPOINTS / FINAL).is_dir():
+            raise UsageError(
+                f"{checkpoint}: the run has no final weights yet; name one of its checkpoints ({CHECKPOINTS}/step-...)"
+            )
+        name = DOWNSTREAM_FINAL
+    else:
+        name = checkpoint.stem
     return f"{name}-ema" if average else name
-
-
-def _beside(run: RunFolder | None, weights: str) -> Path:
-    assert run is not None
-    return run.path / DOWNSTREAM / weights
 
 
 def _known(path: Path) -> dict[str, Any]:
@@ -280,14 +283,11 @@ def _known(path: Path) -> dict[str, Any]:
 
 
 def _write(path: Path, text: str) -> None:
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        beside.write_text(text, encoding="utf-8")
-        os.replace(beside, path)
     except OSError as error:
-        beside.unlink(missing_ok=True)
-        raise RecordError(f"{path}: cannot be written ({error.strerror}); choose another --out") from None
+        raise RecordError(f"{path.parent}: cannot be made ({error.strerror}); choose another --out") from None
+    write_atomically(path, text)
 
 
 def _cut(text: str, stops: Sequence[str]) -> str:

@@ -88,6 +88,16 @@ class Evaluation:
             ) from None
 
 
+def ratio_estimate(sum_C: Array, count_C: Array) -> tuple[float, float]:
+    """``sum / count`` over clusters and its standard error (the module's formula); NaN of fewer than two clusters."""
+    total = count_C.sum()
+    value = float(sum_C.sum() / total)
+    deviation_C = sum_C - value * count_C
+    clusters = int(np.count_nonzero(count_C))
+    spread = math.sqrt(float((deviation_C**2).sum())) / total
+    return value, spread * math.sqrt(clusters / (clusters - 1)) if clusters > 1 else math.nan
+
+
 class Evaluator:
     """The fixed evaluation set of a run, read once and kept on the host."""
 
@@ -169,12 +179,7 @@ class Evaluator:
         of_token = self._document_of_ST.reshape(-1)
         document_loss = np.bincount(of_token, weights=loss_ST.reshape(-1), minlength=number)
         document_tokens = np.bincount(of_token, weights=self._counts_ST.reshape(-1), minlength=number)
-        tokens = document_tokens.sum()
-        loss = float(document_loss.sum() / tokens)
-        deviation = document_loss - loss * document_tokens
-        clusters = int(np.count_nonzero(document_tokens))
-        spread = math.sqrt(float((deviation**2).sum())) / tokens
-        error = spread * math.sqrt(clusters / (clusters - 1)) if clusters > 1 else math.nan
+        loss, error = ratio_estimate(document_loss, document_tokens)
         source_of = self._store.source_of(self._document)
         by_source = {
             name: float(document_loss[source_of == i].sum() / document_tokens[source_of == i].sum())

@@ -193,9 +193,8 @@ class Loop:
         if self.step % self.config.run.log_every_steps and self.step != self.steps:
             return
         self._meter.fetch(self.step)
-        before = self.final.get("train/skipped_steps", 0.0)
+        skipped = self._meter.skipped_since_line
         metrics = self._meter.line(waited_s=feed.waited_s)
-        skipped = int(metrics.get("train/skipped_steps", 0.0) - before)
         if skipped > 0 and self.world.is_first:
             logger.warning(
                 "step %d: %d updates skipped since the last line, loss or gradient not finite", self.step, skipped

@@ -99,9 +99,14 @@ class Meter:
         """Leave the time so far out of the speeds."""
         self._elapsed_s, self._steps_timed = 0.0, 0
 
+    @property
+    def skipped_since_line(self) -> int:
+        """Updates fetched since the last line whose loss or gradient is not finite."""
+        return sum(not _is_finite(loss, norm) for loss, norm in self._values)
+
     def line(self, *, waited_s: float) -> dict[str, float]:
         """Metrics of the interval since the last line; begins the next. ``waited_s``: time spent waiting for data."""
-        finite = [loss for loss, norm in self._values if math.isfinite(loss) and math.isfinite(norm)]
+        finite = [loss for loss, norm in self._values if _is_finite(loss, norm)]
         metrics = {
             "train/loss": sum(finite) / len(finite) if finite else math.nan,
             "train/grad_norm": self._values[-1][1],
@@ -135,13 +140,17 @@ class Meter:
         self._skipped, self._skipped_in_a_row = int(state["skipped"]), int(state["skipped_in_a_row"])
 
     def _check(self, step: int, loss: float, norm: float) -> None:
-        if math.isfinite(loss) and math.isfinite(norm):
+        if _is_finite(loss, norm):
             self._skipped_in_a_row = 0
             return
         self._skipped += 1
         self._skipped_in_a_row += 1
         if not self._skipping or self._skipped_in_a_row > MOST_SKIPPED:
             raise Diverged(step, *(("loss", loss) if not math.isfinite(loss) else ("gradient norm", norm)))
+
+
+def _is_finite(loss: float, norm: float) -> bool:
+    return math.isfinite(loss) and math.isfinite(norm)
 
 
 def peak_memory_gib(device: torch.device) -> float:

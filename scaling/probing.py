@@ -17,13 +17,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from scaling.errors import RecordError, UsageError
+from scaling.errors import RecordError
 from scaling.identity import label, size_label
 from scaling.loader import held_out_batches
 from scaling.models.probe import Disagreement, disagreement
 from scaling.record import RunFolder
-from scaling.tokens import TokenStore
-from scaling.trained import load_model, run_of
+from scaling.trained import load_model, run_of, store_of
 
 
 def probe_disagreement(
@@ -49,16 +48,8 @@ def probe_disagreement(
     model = load_model(checkpoint)
     run = run_of(checkpoint)
     config = run.config() if run is not None else None
-    path = data if data is not None else (Path(config.data.path) if config and config.data.path else None)
-    if path is None:
-        raise UsageError(f"{checkpoint}: does not say which token store it was trained on; give --data STORE")
+    store = store_of(checkpoint, model, data)
     length = seq_len if seq_len is not None else (config.data.seq_len if config else 1024)
-    store = TokenStore.open(path)
-    if store.vocab_size > model.config.vocab_size:
-        raise UsageError(
-            f"{path}: has {store.vocab_size} token ids, the model {model.config.vocab_size}; give the store it was "
-            "trained on with --data"
-        )
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model.to(device)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -84,19 +84,15 @@ class Scorer:
             inputs.append([*context, *continuation][-self.max_length - 1 : -1])
         answers: list[tuple[float, bool]] = [(0.0, False)] * len(requests)
         done, told_s = 0, time.monotonic()
-        for length, members in self._buckets(inputs):
-            rows = max(1, self.tokens_per_batch // length)
-            for start in range(0, len(members), rows):
-                part = members[start : start + rows]
-                hidden_RTD = self._hidden([inputs[index] for index in part], rows, length)
-                ends = [len(inputs[index]) for index in part]
-                wanted = [requests[index][1] for index in part]
-                for index, answer in zip(part, self._score(hidden_RTD, ends, wanted), strict=True):
-                    answers[index] = answer
-                done += len(part)
-                if time.monotonic() - told_s > _TELL_S:
-                    told_s = time.monotonic()
-                    self._say(f"scored {done:,} of {len(requests):,} sequences")
+        for part, hidden_RTD in self._passes(inputs):
+            ends = [len(inputs[index]) for index in part]
+            wanted = [requests[index][1] for index in part]
+            for index, answer in zip(part, self._score(hidden_RTD, ends, wanted), strict=True):
+                answers[index] = answer
+            done += len(part)
+            if time.monotonic() - told_s > _TELL_S:
+                told_s = time.monotonic()
+                self._say(f"scored {done:,} of {len(requests):,} sequences")
         return answers
 
     def continuations(
@@ -112,26 +108,26 @@ class Scorer:
         made: list[list[int]] = [[] for _ in prompts]
         active = [index for index in range(len(prompts)) if counts[index] > 0]
         while active:
-            inputs = {index: [*prompts[index], *made[index]][-self.max_length :] for index in active}
-            for length, members in self._buckets([inputs[index] for index in active]):
-                rows = max(1, self.tokens_per_batch // length)
-                for start in range(0, len(members), rows):
-                    part = [active[member] for member in members[start : start + rows]]
-                    hidden_RTD = self._hidden([inputs[index] for index in part], rows, length)
-                    last = torch.tensor([len(inputs[index]) - 1 for index in part], device=self.device)
-                    row = torch.arange(len(part), device=self.device)
-                    for index, token in zip(part, self._logits(hidden_RTD[row, last]).argmax(-1).tolist(), strict=True):
-                        made[index].append(token)
+            inputs = [[*prompts[index], *made[index]][-self.max_length :] for index in active]
+            for part, hidden_RTD in self._passes(inputs):
+                last = torch.tensor([len(inputs[member]) - 1 for member in part], device=self.device)
+                row = torch.arange(len(part), device=self.device)
+                for member, token in zip(part, self._logits(hidden_RTD[row, last]).argmax(-1).tolist(), strict=True):
+                    made[active[member]].append(token)
             active = [i for i in active if len(made[i]) < counts[i] and not finished(i, made[i])]
         return made
 
-    def _buckets(self, inputs: Sequence[Sequence[int]]) -> list[tuple[int, list[int]]]:
-        """Padded length -> sequences that take it, longest first, so that what does not fit fails at once."""
+    def _passes(self, inputs: Sequence[Sequence[int]]) -> Iterator[tuple[list[int], Tensor]]:
+        """Batches of sequences of one padded length, and their hidden states; longest first, to fail at once."""
         members: dict[int, list[int]] = {}
         for index, tokens in enumerate(inputs):
             length = min(self.max_length, -(-len(tokens) // _STEP) * _STEP)
             members.setdefault(length, []).append(index)
-        return sorted(members.items(), reverse=True)
+        for length, indices in sorted(members.items(), reverse=True):
+            rows = max(1, self.tokens_per_batch // length)
+            for start in range(0, len(indices), rows):
+                part = indices[start : start + rows]
+                yield part, self._hidden([inputs[index] for index in part], rows, length)
 
     @torch.no_grad()
     def _hidden(self, sequences: Sequence[Sequence[int]], rows: int, length: int) -> Tensor:

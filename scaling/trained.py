@@ -18,9 +18,10 @@ from scaling.checkpoint import load_weights
 from scaling.config.model import ModelConfig
 from scaling.config.strict import build, read_yaml
 from scaling.config.tree import to_dict
-from scaling.errors import CheckpointError
+from scaling.errors import CheckpointError, UsageError
 from scaling.models.transformer import Transformer
 from scaling.record import CONFIG, RunFolder
+from scaling.tokens import TokenStore
 
 MODEL: Final = "model.yaml"
 WEIGHTS: Final = "model.safetensors"
@@ -48,6 +49,28 @@ def run_of(checkpoint: Path) -> RunFolder | None:
     """The run folder that a checkpoint lies in (or is); ``None`` for a model from elsewhere."""
     found = next((f for f in (checkpoint, *checkpoint.resolve().parents[:3]) if (f / CONFIG).is_file()), None)
     return None if found is None else RunFolder(found)
+
+
+def store_of(checkpoint: Path, model: Transformer, data: Path | None) -> TokenStore:
+    """The token store of a checkpoint's tokens: ``data``, by default what its run was trained on.
+
+    Raises
+    ------
+    UsageError
+        If ``data`` is not given and the checkpoint does not know its store, or the store has more ids than the model.
+    """
+    run = run_of(checkpoint)
+    if data is None and run is not None and (trained_on := run.config().data.path):
+        data = Path(trained_on)
+    if data is None:
+        raise UsageError(f"{checkpoint}: does not say which token store it was trained on; give --data STORE")
+    store = TokenStore.open(data)
+    if store.vocab_size > model.config.vocab_size:
+        raise UsageError(
+            f"{data}: has {store.vocab_size} token ids, the model {model.config.vocab_size}; give the store it was "
+            "trained on with --data"
+        )
+    return store
 
 
 def load_model(path: Path, *, average: bool = False) -> Transformer:

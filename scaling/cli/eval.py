@@ -63,8 +63,7 @@ def _words(result: Downstream) -> str:
     width = max(len(task) for task in result.tasks)
     lines = [f"{result.how['name']} ({result.how['weights']})", ""]
     for task, found in result.tasks.items():
-        head = f"{task:{width}}  {found['items']} items, {found['shots']} shots"
-        lines.append(head)
+        lines.append(f"{task:{width}}  {found['items']} items, {found['shots']} shots")
         for metric, number in found["metrics"].items():
             error = "" if number["stderr"] is None else f" ± {number['stderr']:.4f}"
             value = "not finite" if number["value"] is None else f"{number['value']:.4f}{error}"

@@ -95,9 +95,10 @@ def seal(folder: RunFolder) -> list[list[Any]]:
             if entry.name in (CONFIG, ATTEMPTS, END) or entry.name.startswith("metrics-"):
                 stat = entry.stat()
                 found.append([entry.name, stat.st_size, stat.st_mtime_ns])
-    for path in folder.path.glob(f"{DOWNSTREAM}/*/{DOWNSTREAM_RESULTS}"):
-        stat = path.stat()
-        found.append([str(path.relative_to(folder.path)), stat.st_size, stat.st_mtime_ns])
+            elif entry.name == DOWNSTREAM:
+                for path in Path(entry.path).glob(f"*/{DOWNSTREAM_RESULTS}"):
+                    stat = path.stat()
+                    found.append([str(path.relative_to(folder.path)), stat.st_size, stat.st_mtime_ns])
     return sorted(found)
 
 

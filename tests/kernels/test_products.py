@@ -6,13 +6,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.nn import functional as F
 
+from scaling.kernels.decoder import separate
 from scaling.kernels.products import products
-
-
-def separate(x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
-    return tuple(F.linear(x, weight) for weight in weights)
 
 
 def gradients(run: object, x: Tensor, weights: list[Tensor]) -> list[Tensor]:

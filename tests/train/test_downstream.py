@@ -166,6 +166,9 @@ def test_refusals(trained: Callable[[str], Path], tasks: Path, tmp_path: Path) -
         return message
 
     assert "names no task" in refused(run, "--tasks", " , ")
+    (run / "checkpoints" / "final").rename(run / "checkpoints" / "elsewhere")
+    assert "the run has no final weights yet; name one of its checkpoints" in refused(run, "--tasks", "pick")
+    (run / "checkpoints" / "elsewhere").rename(run / "checkpoints" / "final")
     assert "no such file" in refused(run, "--tasks", tmp_path / "absent.yaml")
     message = refused(run, "--tasks", "hellaswagg")
     assert "unknown task 'hellaswagg'; did you mean 'hellaswag'" in message and len(message) < 200
