@@ -72,9 +72,8 @@ def task_metrics(answer: Mapping[str, Any], task: str, rows: Sequence[Mapping[st
             named[name] = {"value": _finite(value), "stderr": _finite(error)}
     pairs = [(row["answer_bits"], row["answer_bytes"]) for row in rows if row["answer_bytes"] != ""]
     if pairs:
-        rate, error = ratio_estimate(
-            *np.array(pairs, dtype=np.float64).T
-        )  # items are what the held-out loss's documents are
+        # items are here what documents are for the held-out loss
+        rate, error = ratio_estimate(*np.array(pairs, dtype=np.float64).T)
         named["answer_bpb"] = {"value": rate, "stderr": _finite(error)}
     main = next((name for name in _RIGHT if name in named), None)
     return {"metrics": named, "main": main, "items": len(rows), "shots": answer["n-shot"][task]}
