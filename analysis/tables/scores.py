@@ -163,7 +163,8 @@ def _mark(rows: list[dict[str, Any]], key: str) -> None:
     near = []
     for row in ready:
         error = float(np.hypot(row[f"{key}_error"], best[f"{key}_error"]))
-        t = (best[key] - row[key]) / error if error > 0 else np.inf
+        behind = best[key] - row[key]
+        t = behind / error if error > 0 else np.inf if behind > 0 else 0.0
         p = 2 * float(stats.t.sf(t, min(row[f"{key}_df"], best[f"{key}_df"])))
         if row is not best and p * (len(ready) - 1) > 1 - _LEVEL:
             near.append(row)

@@ -180,6 +180,14 @@ def test_without_noise_no_score_is_marked() -> None:
     assert "task0_mark" not in table.frame and "nothing is marked" in table.caption
 
 
+def test_equal_scores_without_any_error_are_a_tie() -> None:
+    """All items wrong, or right, in both: the standard errors are zero, and neither is better."""
+    frame = pd.DataFrame({"method": ["a", "b"], "size": "all", "task": "X", "score": 0.0, "se": 0.0, "seed": 0})
+    assert scores.tasks(frame).frame["task0_mark"].tolist() == ["tie", "tie"]
+    frame["score"] = [0.0, 1.0]
+    assert scores.tasks(frame).frame["task0_mark"].tolist()[1] == "best"
+
+
 def test_nothing_given_is_said_with_what_to_give(found: Findings) -> None:
     assert found.supplements == Supplements()
     for name, option in (
