@@ -1,18 +1,16 @@
-"""Backward kernels of multi-stream routing (msar) for a phase: gradients of the finished sources' streams, and of keys.
+"""Backward kernel of multi-stream routing (msar) for a phase: gradients of the finished sources' streams.
 
-After :mod:`scaling.kernels.stream_contract` has run for all sites of the phase, whose Go are in memory:
+After :mod:`scaling.kernels.stream_turn` has run for all sites of the phase, whose Go are in memory:
 
     dz = p (<Go, X> - <Go, o>),   dX = sum over sites of p Go + r dz u - (r^2 / D) dz z X
 
-- :func:`gather` forms both sums on tensor cores, one stream of a few tokens a program. One side of a product is the
-  tokens' sources, the other their sites: what one token's sources give with another's sites is computed and not used,
-  which costs less than each token padded to 16. The width is walked twice, first for ``<Go, X>``, then for dX: streams
-  and Go are read once from memory and once from cache, whatever the number of sources and sites;
-- :func:`keys` sums ``r dz X`` over sources and tokens.
+:func:`gather` forms both sums on tensor cores, one stream of a few tokens a program. One side of a product is the
+tokens' sources, the other their sites: what one token's sources give with another's sites is computed and not used,
+which costs less than each token padded to 16. The width is walked twice, first for ``<Go, X>``, then for dX: streams
+and Go are read once from memory and once from cache, whatever the number of sources and sites.
 
-Shape legend: as in :mod:`scaling.kernels.streams`; W scalars of a token. In the kernel of :func:`gather` also R rows
-(token, source) and N lines (token, site), both padded; E parts of a chunk of the width, one a warp; C columns of a
-part.
+Shape legend: as in :mod:`scaling.kernels.streams`; W scalars of a token; R rows (token, source) and N lines (token,
+site), both padded; E parts of a chunk of the width, one a warp; C columns of a part.
 """
 
 from __future__ import annotations
@@ -22,14 +20,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from scaling.kernels.streams import Phase, tile
+from scaling.kernels.streams import Phase
 from scaling.kernels.tile import dot, is_exact, narrow
 
 MAX_SITES = 8  # of a phase: as many sums as fit the registers of a program that keeps one a site (stream_mix)
 # Of a program: lines at most, columns of a chunk, warps, and chunks less one that are in flight.
 _GATHER = {"LINES": 16, "COLUMNS": 128, "num_warps": 2, "STAGES": 3}
 _EXACT_GATHER = {"LINES": 16, "COLUMNS": 64, "num_warps": 4, "STAGES": 2}  # without tensor cores
-_KEYS = {"TOKENS": 32, "COLUMNS": 128, "num_warps": 4}
 
 
 @triton.jit
@@ -68,7 +65,7 @@ def _gather_kernel(
     lse_ptr,  # (T, S, M) float32
     scalar_ptr,  # (L, W, T) float32
     stream_gradient_ptr,  # (rows, M, T, D) out
-    coefficient_ptr,  # (F, M, L, T) float32 out: r dz
+    coefficient_ptr,  # (F, M, 2, L, T) float32 out: r dz, p
     first_row,
     num_rows,
     first_site,
@@ -119,15 +116,16 @@ def _gather_kernel(
     score = tl.load(score_ptr + pair * M + stream, mask=valid, other=0.0)
     lses_ptr = lse_ptr + (line_token * num_sites + first_site + site) * M + stream
     lse = tl.load(lses_ptr, mask=line_mask, other=0.0)
-    deltas_ptr = scalar_ptr + (site * (5 * M + 1) + 2 * M + 1 + stream) * tl.cast(num_tokens, tl.int64) + line_token
+    deltas_ptr = scalar_ptr + (site * (2 * M) + M + stream) * tl.cast(num_tokens, tl.int64) + line_token
     delta = tl.load(deltas_ptr, mask=line_mask, other=0.0)
     same = row[:, None] == row[None, :]
     factor = (1.0 / tl.sqrt_rn(tl.sum(tl.where(same, tl.sum(square, 0), 0.0), 1) / D + eps))[:, None]
     share = tl.where(valid, tl.exp(score - lse[None, :]), 0.0)
     coefficient = tl.where(valid, factor * share * (tl.sum(along, 0) - delta[None, :]), 0.0)
     radial = tl.sum(coefficient * factor * score, 1) / D
-    spot = ((first_row + source[:, None]).to(tl.int64) * M + stream) * SITES + site[None, :]
+    spot = ((first_row + source[:, None]).to(tl.int64) * M + stream) * (2 * SITES) + site[None, :]
     tl.store(coefficient_ptr + spot * num_tokens + line_token[None, :], coefficient, mask=valid)
+    tl.store(coefficient_ptr + (spot + SITES) * num_tokens + line_token[None, :], share, mask=valid)
     # a row's coefficients by site, of which each is the only one
     place_of_key = tl.arange(0, PLACES)
     chosen = narrow((site[:, None] == place_of_key[None, :]).to(tl.float32), kind)
@@ -148,51 +146,6 @@ def _gather_kernel(
         tl.store(stream_gradient_ptr + offset, total, mask=keep)
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_tokens", "span"])
-def _keys_kernel(
-    stream_ptr,  # (F, M, T, D)
-    coefficient_ptr,  # (F, M, L, T) float32
-    result_ptr,  # (G, L, M, D) float32 out
-    num_rows,
-    num_tokens,
-    span,
-    SITES: tl.constexpr,
-    M: tl.constexpr,
-    D: tl.constexpr,
-    TOKENS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    EXACT: tl.constexpr,
-):
-    stream = tl.program_id(2)
-    split = tl.program_id(1).to(tl.int64)
-    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    site = tl.arange(0, 16)
-    kind: tl.constexpr = stream_ptr.dtype.element_ty
-    result = tl.zeros([16, COLUMNS], tl.float32)
-    first = split * span
-    last = tl.minimum(first + span, num_tokens)
-    for index in range(0, num_rows):
-        line = tl.cast(index, tl.int64) * M + stream
-        for start in range(first, last, TOKENS):
-            token = start + tl.arange(0, TOKENS)
-            mask = token < last
-            x = tl.load(
-                stream_ptr + (line * num_tokens + token)[:, None] * D + column[None, :], mask=mask[:, None], other=0.0
-            )
-            coefficient = tl.load(
-                coefficient_ptr + (line * SITES + site[:, None]) * num_tokens + token[None, :],
-                mask=(site < SITES)[:, None] & mask[None, :], other=0.0,
-            )  # fmt: skip
-            if EXACT:
-                result = dot(coefficient, x, result, EXACT)
-            else:
-                high = narrow(coefficient, kind)
-                result = dot(high, x, result, EXACT)
-                result = dot(narrow(coefficient - high.to(tl.float32), kind), x, result, EXACT)
-    out_ptr = result_ptr + ((split * SITES + site)[:, None] * M + stream) * D + column[None, :]
-    tl.store(out_ptr, result, mask=(site < SITES)[:, None] & (column < D)[None, :])
-
-
 def gather(
     mix_gradient_LMTD: Tensor,
     stream_FMTD: Tensor,
@@ -204,10 +157,10 @@ def gather(
     lse_TSM: Tensor,
     scalar_LWT: Tensor,
     stream_gradient: Tensor,
-    coefficient_FMLT: Tensor,
+    coefficient_FM2LT: Tensor,
     eps: float,
 ) -> None:
-    """Write the gradients of the streams of some finished sources, and ``r dz`` of every site."""
+    """Write the gradients of the streams of some finished sources, and ``r dz`` and ``p`` of every site."""
     _, num_streams, num_tokens, width = stream_FMTD.shape
     sides = _gather_sides(len(rows), len(phase.sites), width, stream_FMTD.dtype)
     _gather_kernel[(triton.cdiv(num_tokens, sides["TOKENS"]) * num_streams,)](
@@ -218,7 +171,7 @@ def gather(
         lse_TSM,
         scalar_LWT,
         stream_gradient,
-        coefficient_FMLT,
+        coefficient_FM2LT,
         rows.start,
         phase.num_rows,
         phase.sites.start,
@@ -260,25 +213,3 @@ def _gather_sides(sources: int, sites: int, width: int, dtype: torch.dtype) -> d
         "STAGES": sides["STAGES"],
         "num_warps": parts,
     }
-
-
-def keys(stream_FMTD: Tensor, coefficient_FMLT: Tensor, *, num_rows: int, splits: int) -> Tensor:
-    """Return what the finished sources give to the gradients of the sites' keys, ``(G, L, M, D)``."""
-    _, num_streams, num_tokens, width = stream_FMTD.shape
-    sites = coefficient_FMLT.shape[2]
-    sides = tile(_KEYS, width)
-    result = coefficient_FMLT.new_empty((splits, sites, num_streams, width))
-    _keys_kernel[(width // sides["COLUMNS"], splits, num_streams)](
-        stream_FMTD,
-        coefficient_FMLT,
-        result,
-        num_rows,
-        num_tokens,
-        triton.cdiv(num_tokens, splits),
-        SITES=sites,
-        M=num_streams,
-        D=width,
-        EXACT=is_exact(stream_FMTD.dtype),
-        **sides,
-    )
-    return result

@@ -19,10 +19,11 @@ import triton
 from torch import Tensor
 
 from scaling.kernels.schedule import Order
-from scaling.kernels.stream_contract import contract, num_scalars, turn
 from scaling.kernels.stream_fold import fold
-from scaling.kernels.stream_gather import MAX_SITES, gather, keys
+from scaling.kernels.stream_gather import MAX_SITES, gather
+from scaling.kernels.stream_keys import keys
 from scaling.kernels.stream_mix import blend, mix
+from scaling.kernels.stream_turn import turn
 from scaling.kernels.streams import Phase, Streams, chunk, expand, score
 
 Scope = Literal["source", "global", "site"]
@@ -54,10 +55,8 @@ class StreamLedger(Order):
     scalar_LWT: Tensor | None = None
     source_gradient_FTD: Tensor | None = None
     tap_gradient_QKD: Tensor | None = None
-    key_gradient_SMD: Tensor | None = None
-    phi_gradient_SKMD: Tensor | None = None
-    scale_gradient_S: Tensor | None = None
-    bias_gradient_SM: Tensor | None = None
+    weight_gradient_SCMD: Tensor | None = None  # of the key, and of the gates' projections
+    logit_gradient_STM: Tensor | None = None  # of the gates' logits
 
     @property
     def num_rows(self) -> int:
@@ -99,26 +98,27 @@ class StreamLedger(Order):
         tap, (num_sites, num_streams, width) = self.streams.tap_QKD, self.key_SMD.shape
         num_tokens = self.streams.age_T.shape[0]
         longest = max(len(self.phase_of(site).sites) for site in range(self.num_sites))
-        self.scalar_LWT = tap.new_empty((longest, num_scalars(num_streams), num_tokens))
+        gates = 0 if self.phi_SKV is None else num_streams
+        self.scalar_LWT = tap.new_empty((longest, 2 * num_streams, num_tokens))
         self.tap_gradient_QKD = torch.zeros_like(tap)
-        self.key_gradient_SMD = torch.zeros_like(self.key_SMD)
-        if self.phi_SKV is not None:
-            self.phi_gradient_SKMD = tap.new_empty((num_sites, num_streams, num_streams, width))
-        self.scale_gradient_S = torch.empty_like(self.scale_S)
-        self.bias_gradient_SM = torch.empty_like(self.bias_SM)
+        self.weight_gradient_SCMD = tap.new_zeros((num_sites, 1 + gates, num_streams, width))
+        self.logit_gradient_STM = tap.new_empty((num_sites, num_tokens, gates))
 
     def finish(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor]:
         """Close the backward pass: gradients of taps, keys, projections ``(S, M * D, M)``, scales, biases."""
         self.require_end()
-        tap, key, phi = self.tap_gradient_QKD, self.key_gradient_SMD, self.phi_gradient_SKMD
-        scale, bias = self.scale_gradient_S, self.bias_gradient_SM
-        assert tap is not None and key is not None and scale is not None and bias is not None
+        tap, weight_SCMD, logit_STM = self.tap_gradient_QKD, self.weight_gradient_SCMD, self.logit_gradient_STM
+        assert tap is not None and weight_SCMD is not None and logit_STM is not None
+        key = weight_SCMD[:, 0].contiguous()
         key[0] = 0.0  # the first site has one source: its weight is 1 whatever the query, all else is rounding
-        if phi is not None:
-            phi = phi.flatten(2).transpose(1, 2).contiguous()
+        phi, scale, bias = None, torch.empty_like(self.scale_S), torch.empty_like(self.bias_SM)
+        if self.phi_SKV is not None:
+            phi = weight_SCMD[:, 1:].flatten(2).transpose(1, 2).contiguous()
+            bias = logit_STM.sum(1)
+            scale = (logit_STM * self.kept_STM[..., :-1] * self.kept_STM[..., -1:]).sum((1, 2))
         self.drop_streams()
         self.scalar_LWT = self.source_gradient_FTD = self.tap_gradient_QKD = None
-        self.key_gradient_SMD = self.phi_gradient_SKMD = self.scale_gradient_S = self.bias_gradient_SM = None
+        self.weight_gradient_SCMD = self.logit_gradient_STM = None
         return tap, key, phi, scale, bias
 
 
@@ -147,9 +147,9 @@ def forward_site(ledger: StreamLedger, bank: Tensor, site: int, source_TD: Tenso
     phase = ledger.phase_of(site)
     _make_streams(ledger, bank, site, phase, final=again)
     mix_MTD = _mixes_again(ledger, site) if again else _mixes(ledger, site, phase)
-    newest_MTD = _newest(ledger, site, source_TD, final=again)
+    newest_MTD = _newest(ledger, site, source_TD)
     output_TD = torch.empty_like(bank[0])
-    blend(mix_MTD, newest_MTD, output_TD=output_TD, eps=ledger.streams.eps, **_site_weights(ledger, site))
+    blend(mix_MTD, newest_MTD, output_TD=output_TD, **_site_weights(ledger, site))
     if not again and site == ledger.num_sites - 1:
         ledger.drop_streams()
     return output_TD
@@ -159,39 +159,31 @@ def backward_site(ledger: StreamLedger, bank: Tensor, site: int, gradient_TD: Te
     """The gradient of a site's newest source; the gradients of the site's weights are added up in the ledger."""
     if ledger.scalar_LWT is None:
         ledger.open_backward()
-    assert ledger.scalar_LWT is not None and ledger.key_gradient_SMD is not None
+    assert ledger.scalar_LWT is not None and ledger.logit_gradient_STM is not None
     phase = ledger.phase_of(site)
     _make_streams(ledger, bank, site, phase, final=True)
     if ledger.phase != phase:
         _mix_phase(ledger, phase, final=True)
     assert ledger.mix_LMTD is not None
-    newest_MTD = _newest(ledger, site, source_TD, final=True)
+    newest_MTD = _newest(ledger, site, source_TD)
     local = site - phase.sites.start
     scalar_WT, mix_MTD = ledger.scalar_LWT[local], ledger.mix_LMTD[local]
-    weights = _site_weights(ledger, site)
-    logit_gradient_TM = contract(
-        mix_MTD, newest_MTD, gradient_TD, scalar_WT=scalar_WT, eps=ledger.streams.eps, **weights
-    )
-    num_streams, num_tokens, width = mix_MTD.shape
-    splits = num_splits(num_tokens, width // chunk(width, 64) * num_streams)
-    del weights["scale"], weights["bias_M"], weights["kept"]
-    phi_gradient, key_gradient = turn(
-        mix_MTD, newest_MTD, gradient_TD, key_MD=ledger.key_SMD[site], scalar_WT=scalar_WT, splits=splits, **weights
-    )
-    if ledger.phi_gradient_SKMD is not None:
-        assert ledger.bias_gradient_SM is not None and ledger.scale_gradient_S is not None
-        kept_TM = ledger.kept_STM[site]
-        torch.sum(phi_gradient, 0, out=ledger.phi_gradient_SKMD[site])
-        torch.sum(logit_gradient_TM, 0, out=ledger.bias_gradient_SM[site])
-        ledger.scale_gradient_S[site] = (logit_gradient_TM * kept_TM[:, :-1] * kept_TM[:, -1:]).sum()
+    stream_gradient_MTD = None if newest_MTD is None else torch.empty_like(newest_MTD)
+    coefficient_M2T = scalar_WT.new_empty((ledger.streams.num_streams, 2, scalar_WT.shape[1]))
+    turn(
+        mix_MTD, newest_MTD, gradient_TD, stream_gradient_MTD=stream_gradient_MTD, scalar_WT=scalar_WT,
+        logit_gradient=ledger.logit_gradient_STM[site], coefficient_M2T=coefficient_M2T, **_site_weights(ledger, site),
+    )  # fmt: skip
     result_TD = torch.empty_like(source_TD)
     row = newest_row(site, ledger.block)
-    if newest_MTD is not None:
-        ledger.key_gradient_SMD[site] += key_gradient.sum(0)
-        _fold(ledger, source_TD, newest_MTD, ledger.owner(row, site), result_TD, add=False)
+    if newest_MTD is not None and stream_gradient_MTD is not None:
+        here = range(site, site + 1)
+        _keys(ledger, newest_MTD[None], coefficient_M2T[None, :, :, None], scalar_WT[None], num_rows=1, sites=here)
+        del newest_MTD
+        _fold(ledger, source_TD, stream_gradient_MTD, ledger.owner(row, site), result_TD, add=False)
     if local == 0:
         _gather_phase(ledger, bank, phase)
-    if newest_MTD is None:
+    if site % ledger.block == 0:
         assert ledger.source_gradient_FTD is not None
         result_TD.copy_(ledger.source_gradient_FTD[row])
     return result_TD
@@ -202,6 +194,8 @@ def _site_weights(ledger: StreamLedger, site: int) -> dict[str, Any]:
     which = site if gated else slice(0)
     return {
         "site": site,
+        "eps": ledger.streams.eps,
+        "key_MD": ledger.key_SMD[site],
         "pair": ledger.bases[site] + newest_row(site, ledger.block),
         "score_TPM": ledger.score_TPM,
         "lse_TSM": ledger.lse_TSM,
@@ -210,17 +204,6 @@ def _site_weights(ledger: StreamLedger, site: int) -> dict[str, Any]:
         "bias_M": ledger.bias_SM[which],
         "kept": ledger.kept_STM[which],
     }
-
-
-def _expand(
-    ledger: StreamLedger, source_TD: Tensor, stream_MTD: Tensor, *, row: int, site: int, sites: range | None
-) -> None:
-    expand(ledger.streams, source_TD, stream_MTD, owner=ledger.owner(row, site))
-    if sites is not None:
-        score(
-            stream_MTD, key_SMD=ledger.key_SMD, base_S=ledger.base_S, score_TPM=ledger.score_TPM, source_row=row,
-            sites=sites, eps=ledger.streams.eps,
-        )  # fmt: skip
 
 
 def _make_streams(ledger: StreamLedger, bank: Tensor, site: int, phase: Phase, *, final: bool) -> None:
@@ -233,7 +216,12 @@ def _make_streams(ledger: StreamLedger, bank: Tensor, site: int, phase: Phase, *
     # a finished source's logits for all sites to come, in one expansion
     readers = range(site, site + 1 if ledger.scope == "site" else ledger.num_sites)
     for row in range(ledger.made_rows, phase.num_rows):
-        _expand(ledger, bank[row], ledger.stream_FMTD[row], row=row, site=site, sites=None if final else readers)
+        expand(ledger.streams, bank[row], ledger.stream_FMTD[row], owner=ledger.owner(row, site))
+        if not final:
+            score(
+                ledger.stream_FMTD[row], key_SMD=ledger.key_SMD, base_S=ledger.base_S, score_TPM=ledger.score_TPM,
+                source_row=row, sites=readers, eps=ledger.streams.eps,
+            )  # fmt: skip
     ledger.made_rows = max(ledger.made_rows, phase.num_rows)
 
 
@@ -268,13 +256,12 @@ def _mixes_again(ledger: StreamLedger, site: int) -> Tensor:
     return mix_LMTD[0]
 
 
-def _newest(ledger: StreamLedger, site: int, source_TD: Tensor, *, final: bool) -> Tensor | None:
-    """The streams of a running sum, and unless ``final`` their logits; None where the newest source is finished."""
+def _newest(ledger: StreamLedger, site: int, source_TD: Tensor) -> Tensor | None:
+    """The streams of a running sum; None where the newest source is finished."""
     if site % ledger.block == 0:
         return None
     newest_MTD = source_TD.new_empty((ledger.streams.num_streams, *source_TD.shape))
-    row = newest_row(site, ledger.block)
-    _expand(ledger, source_TD, newest_MTD, row=row, site=site, sites=None if final else range(site, site + 1))
+    expand(ledger.streams, source_TD, newest_MTD, owner=ledger.owner(newest_row(site, ledger.block), site))
     return newest_MTD
 
 
@@ -286,14 +273,26 @@ def _fold(
     ledger.tap_gradient_QKD[owner] += taps.sum(0)
 
 
+def _keys(
+    ledger: StreamLedger, stream_FMTD: Tensor, coefficient: Tensor, scalar_LWT: Tensor, *, num_rows: int, sites: range
+) -> None:
+    """Add what streams give to the gradients of the keys and projections of some sites."""
+    assert ledger.weight_gradient_SCMD is not None
+    _, num_streams, num_tokens, width = stream_FMTD.shape
+    splits = num_splits(num_tokens, width // chunk(width, 64) * num_streams)
+    found = keys(
+        stream_FMTD, coefficient, scalar_LWT, num_rows=num_rows, splits=splits, gated=ledger.phi_SKV is not None
+    )  # fmt: skip
+    ledger.weight_gradient_SCMD[sites.start : sites.stop] += found.sum(0)
+
+
 def _gather_phase(ledger: StreamLedger, bank: Tensor, phase: Phase) -> None:
     """What the sites of a phase add to the gradients of the finished sources, their kernels and the sites' keys."""
     assert ledger.stream_FMTD is not None and ledger.mix_LMTD is not None and ledger.scalar_LWT is not None
-    assert ledger.key_gradient_SMD is not None
     if ledger.source_gradient_FTD is None:  # late, when a block's activations are free
         ledger.source_gradient_FTD = torch.zeros_like(ledger.stream_FMTD[:, 0], dtype=torch.float32)
-    _, num_streams, num_tokens, width = ledger.stream_FMTD.shape
-    coefficient_FMLT = ledger.scalar_LWT.new_empty((phase.num_rows, num_streams, len(phase.sites), num_tokens))
+    _, num_streams, num_tokens, _ = ledger.stream_FMTD.shape
+    coefficient = ledger.scalar_LWT.new_empty((phase.num_rows, num_streams, 2, len(phase.sites), num_tokens))
     together = triton.cdiv(phase.num_rows, triton.cdiv(phase.num_rows, _GATHERED_ROWS))
     buffer = torch.empty_like(ledger.stream_FMTD[:together])
     narrow_key_SMD = ledger.key_SMD.to(bank.dtype)
@@ -302,11 +301,11 @@ def _gather_phase(ledger: StreamLedger, bank: Tensor, phase: Phase) -> None:
         gather(
             ledger.mix_LMTD, ledger.stream_FMTD, phase, rows=rows, key_SMD=narrow_key_SMD, score_TPM=ledger.score_TPM,
             lse_TSM=ledger.lse_TSM, scalar_LWT=ledger.scalar_LWT, stream_gradient=buffer,
-            coefficient_FMLT=coefficient_FMLT, eps=ledger.streams.eps,
+            coefficient_FM2LT=coefficient, eps=ledger.streams.eps,
         )  # fmt: skip
         for row in rows:
             owner = ledger.owner(row, phase.sites.start)
             _fold(ledger, bank[row], buffer[row - first], owner, ledger.source_gradient_FTD[row], add=True)
-    splits = num_splits(num_tokens, width // chunk(width, 64) * num_streams)
-    found = keys(ledger.stream_FMTD, coefficient_FMLT, num_rows=phase.num_rows, splits=splits)
-    ledger.key_gradient_SMD[phase.sites.start : phase.sites.stop] += found.sum(0)
+    _keys(
+        ledger, ledger.stream_FMTD, coefficient, ledger.scalar_LWT, num_rows=phase.num_rows, sites=phase.sites
+    )  # fmt: skip

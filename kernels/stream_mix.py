@@ -2,8 +2,8 @@
 
 Between :mod:`scaling.kernels.streams`, which makes the streams, and :mod:`scaling.kernels.stream_ledger`. The sites of
 a block read the same finished sources, and their logits are known when the block begins: :func:`mix` reads each stream
-once for all of them. :func:`blend` folds a site's running sum in, projects the mixes on the gates' weights, and adds
-the gated streams; a program reads its token's rows a second time, from cache.
+once for all of them. :func:`blend` scores a site's running sum and folds it in, projects the mixes on the gates'
+weights, and adds the gated streams: a program holds all rows of a token.
 
 Shape legend: as in :mod:`scaling.kernels.streams`.
 """
@@ -14,11 +14,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from scaling.kernels.stream_rows import read_rows, row_sides
 from scaling.kernels.streams import Phase, tile
 from scaling.kernels.tile import narrow
 
 _MIX = {"COLUMNS": 256, "STAGES": 3, "num_warps": 1}
-_BLEND = {"TOKENS": 2, "COLUMNS": 256, "num_warps": 1, "STAGES": 2}  # tokens share what is loaded of the gates' weights
 
 
 @triton.jit(do_not_specialize=["num_rows", "first_site", "first_base", "first_pairs", "num_tokens", "num_pairs"])
@@ -86,7 +86,8 @@ def _mix_kernel(
 def _blend_kernel(
     mix_ptr,  # (M, T, D) mixes of the finished sources
     newest_ptr,  # (M, T, D) streams of the running sum
-    score_ptr,  # (T, P, M) float32
+    key_ptr,  # (M, D) float32 of the site
+    score_ptr,  # (T, P, M) float32; out: of the running sum
     lse_ptr,  # (T, S, M) float32; in: of the finished sources, out: of all
     phi_ptr,  # (M, M * D) float32 of the site, gates first
     scale_ptr,  # () float32
@@ -102,70 +103,63 @@ def _blend_kernel(
     NEWEST: tl.constexpr,
     GATED: tl.constexpr,
     M: tl.constexpr,
+    ROWS: tl.constexpr,
     D: tl.constexpr,
-    TOKENS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    STAGES: tl.constexpr,
+    STARTS: tl.constexpr,
+    WIDTHS: tl.constexpr,
 ):
-    token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
-    mask = token < num_tokens
-    column = tl.arange(0, COLUMNS)
+    token = tl.program_id(0).to(tl.int64)
     plane = tl.cast(num_tokens, tl.int64) * D
-    place = token[:, None] * D + column[None, :]
-    older = ()  # the weight of what is finished, and of the newest
-    newer = ()
-    for stream in tl.static_range(M):
-        lses_ptr = lse_ptr + (token * num_sites + site) * M + stream
-        weight = tl.full([TOKENS], 1.0, tl.float32)
-        share = tl.zeros([TOKENS], tl.float32)
+    stream = tl.arange(0, ROWS)
+    some = stream < M
+    lses_ptr = lse_ptr + (token * num_sites + site) * M + stream
+    if NEWEST:  # every warp reads them, one writes them: the barriers of the sums must lie between
+        lse = tl.load(lses_ptr, mask=some, other=0.0)
+    mixed = ()
+    values = ()
+    for part in tl.static_range(len(WIDTHS)):
+        mixed = mixed + (read_rows(mix_ptr + token * D, plane, STARTS[part], WIDTHS[part], M, ROWS, D),)
         if NEWEST:
-            lse = tl.load(lses_ptr, mask=mask, other=0.0)
-            score = tl.load(score_ptr + (token * num_pairs + pair) * M + stream, mask=mask, other=0.0)
-            top = tl.maximum(lse, score)
-            total = top + tl.log(tl.exp(lse - top) + tl.exp(score - top))
-            weight = tl.exp(lse - total)
-            tl.store(lses_ptr, total, mask=mask)
-            share = tl.exp(score - total)
-        older = older + (weight[:, None],)
-        newer = newer + (share[:, None],)
-    gates = ()
+            values = values + (read_rows(newest_ptr + token * D, plane, STARTS[part], WIDTHS[part], M, ROWS, D),)
+    if NEWEST:
+        along = tl.zeros([ROWS], tl.float32)
+        square = tl.zeros([ROWS], tl.float32)
+        for part in tl.static_range(len(WIDTHS)):
+            key = read_rows(key_ptr, D, STARTS[part], WIDTHS[part], M, ROWS, D)
+            along += tl.sum(values[part] * key, 1)
+            square += tl.sum(values[part] * values[part], 1)
+        score = along * (1.0 / tl.sqrt_rn(square / D + eps))
+        tl.store(score_ptr + (token * num_pairs + pair) * M + stream, score, mask=some)
+        top = tl.maximum(lse, score)
+        total = top + tl.log(tl.exp(lse - top) + tl.exp(score - top))
+        tl.store(lses_ptr, total, mask=some)
+        older = tl.exp(lse - total)[:, None]
+        newer = tl.exp(score - total)[:, None]
+        blended = ()
+        for part in tl.static_range(len(WIDTHS)):
+            blended = blended + (older * mixed[part] + newer * values[part],)
+        mixed = blended
+    gate = tl.full([ROWS], 1.0 / M, tl.float32)
     if GATED:
-        square = tl.zeros([TOKENS, COLUMNS], tl.float32)
-        along = ()
-        for _ in tl.static_range(M):
-            along = along + (tl.zeros([TOKENS, COLUMNS], tl.float32),)
-        for start in tl.range(0, D, COLUMNS, num_stages=STAGES):
-            for stream in tl.static_range(M):
-                spot = stream * plane + place + start
-                mixed = older[stream] * tl.load(mix_ptr + spot, mask=mask[:, None], other=0.0).to(tl.float32)
-                if NEWEST:
-                    value = tl.load(newest_ptr + spot, mask=mask[:, None], other=0.0).to(tl.float32)
-                    mixed += newer[stream] * value
-                square += mixed * mixed
-                more = ()
-                for gate in tl.static_range(M):
-                    phi = tl.load(phi_ptr + (gate * M + stream) * D + start + column)
-                    more = more + (along[gate] + mixed * phi[None, :],)
-                along = more
-        factor = 1.0 / tl.sqrt_rn(tl.sum(square, 1) / (M * D) + eps)
-        tl.store(kept_ptr + token * (M + 1) + M, factor, mask=mask)
-        scale = tl.load(scale_ptr)
-        for gate in tl.static_range(M):
-            projected = tl.sum(along[gate], 1)
-            tl.store(kept_ptr + token * (M + 1) + gate, projected, mask=mask)
-            gates = gates + (tl.sigmoid(scale * projected * factor + tl.load(bias_ptr + gate))[:, None],)
-    for start in tl.range(0, D, COLUMNS, num_stages=STAGES):
-        output = tl.zeros([TOKENS, COLUMNS], tl.float32)
-        for stream in tl.static_range(M):
-            spot = stream * plane + place + start
-            mixed = older[stream] * tl.load(mix_ptr + spot, mask=mask[:, None], other=0.0).to(tl.float32)
-            if NEWEST:
-                mixed += newer[stream] * tl.load(newest_ptr + spot, mask=mask[:, None], other=0.0).to(tl.float32)
-            if GATED:
-                output += gates[stream] * mixed
-            else:
-                output += mixed / M
-        tl.store(output_ptr + place + start, narrow(output, output_ptr.dtype.element_ty), mask=mask[:, None])
+        whole = 0.0
+        for part in tl.static_range(len(WIDTHS)):
+            whole += tl.sum(tl.sum(mixed[part] * mixed[part], 0), 0)
+        factor = 1.0 / tl.sqrt_rn(whole / (M * D) + eps)
+        projected = tl.zeros([ROWS], tl.float32)
+        for k in tl.static_range(M):
+            found = 0.0
+            for part in tl.static_range(len(WIDTHS)):
+                phi = read_rows(phi_ptr + k * M * D, D, STARTS[part], WIDTHS[part], M, ROWS, D)
+                found += tl.sum(tl.sum(mixed[part] * phi, 0), 0)
+            projected = tl.where(stream == k, found, projected)
+        tl.store(kept_ptr + token * (M + 1) + stream, projected, mask=some)
+        tl.store(kept_ptr + token * (M + 1) + M, factor)
+        bias = tl.load(bias_ptr + stream, mask=some, other=0.0)
+        gate = tl.sigmoid(tl.load(scale_ptr) * projected * factor + bias)
+    for part in tl.static_range(len(WIDTHS)):
+        output = narrow(tl.sum(gate[:, None] * mixed[part], 0), output_ptr.dtype.element_ty)
+        column = STARTS[part] + tl.arange(0, WIDTHS[part])
+        tl.store(output_ptr + token * D + column, output, mask=column < D)
 
 
 def mix(
@@ -203,6 +197,7 @@ def blend(
     *,
     site: int,
     pair: int,
+    key_MD: Tensor,
     score_TPM: Tensor,
     lse_TSM: Tensor,
     phi_KV: Tensor | None,
@@ -212,12 +207,12 @@ def blend(
     output_TD: Tensor,
     eps: float,
 ) -> None:
-    """Write a site's output and the log-sum-exps of all its sources; ``kept`` is for the backward pass."""
+    """Write a site's output, the running sum's logits and the log-sum-exps of all sources; ``kept`` is for backward."""
     num_streams, num_tokens, width = mix_MTD.shape
-    sides = tile(_BLEND, width)
-    _blend_kernel[(triton.cdiv(num_tokens, sides["TOKENS"]),)](
+    _blend_kernel[(num_tokens,)](
         mix_MTD,
         mix_MTD if newest_MTD is None else newest_MTD,
+        key_MD,
         score_TPM,
         lse_TSM,
         lse_TSM if phi_KV is None else phi_KV,
@@ -233,7 +228,5 @@ def blend(
         eps,
         NEWEST=newest_MTD is not None,
         GATED=phi_KV is not None,
-        M=num_streams,
-        D=width,
-        **sides,
+        **row_sides(width, num_streams),
     )

@@ -15,11 +15,12 @@ from typing import Any
 import torch
 
 from scaling.kernels.decoder import Shape
-from scaling.kernels.stream_contract import contract, num_scalars, turn
 from scaling.kernels.stream_fold import fold
-from scaling.kernels.stream_gather import gather, keys
+from scaling.kernels.stream_gather import gather
+from scaling.kernels.stream_keys import keys
 from scaling.kernels.stream_ledger import num_splits
 from scaling.kernels.stream_mix import blend, mix
+from scaling.kernels.stream_turn import turn
 from scaling.kernels.streams import Phase, Streams, ages, chunk, expand, score
 
 _TAPS = (1, 4, 8, 12)  # msar's default
@@ -47,31 +48,30 @@ def stream_cases(shape: Shape, device: str) -> Iterator[Case]:
     base_S = torch.arange(0, (F + 1) * L, F + 1, dtype=torch.int32, **wide)
     score_TPM = torch.randn(T, (F + 1) * L, M, **wide)
     lse_TSM = score_TPM.view(T, L, F + 1, M).logsumexp(2)
-    kept, scalar_LWT = torch.rand(T, M + 1, **wide), torch.randn(L, num_scalars(M), T, **wide)
+    kept, scalar_LWT = torch.rand(T, M + 1, **wide), torch.randn(L, 2 * M, T, **wide)
     phase = Phase(sites=range(L), num_rows=F, first_base=0, first_pairs=F + 1)
-    coefficient = torch.randn(F, M, L, T, **wide)
+    coefficient = torch.randn(F, M, 2, L, T, **wide)
     buffer = torch.empty(_GATHERED, M, T, D, **kind)
     logits: dict[str, Any] = {"score_TPM": score_TPM, "lse_TSM": lse_TSM}
-    site: dict[str, Any] = {"site": 0, "pair": F, "phi_KV": phi_KV, **logits}
-    gates: dict[str, Any] = {"scale": kept[0, :1], "bias_M": kept[0, :M].contiguous(), "kept": kept, "eps": 1e-6}
+    site: dict[str, Any] = {
+        "site": 0, "pair": F, "key_MD": key_SMD[0], "phi_KV": phi_KV, "scale": kept[0, :1],
+        "bias_M": kept[0, :M].contiguous(), "kept": kept, "eps": 1e-6, **logits,
+    }  # fmt: skip
     splits = num_splits(T, D // chunk(D, 64) * M)
     pairs = T * M * 4  # of one site and source
 
     yield "streams expand", "forward", (1 + M) * U, partial(expand, streams, source_TD, newest_MTD, owner=1)
-    for sites in (1, L):
-        call: Callable[[], Any] = partial(
-            score, newest_MTD, key_SMD=key_SMD, base_S=base_S, score_TPM=score_TPM, source_row=1, sites=range(sites),
-            eps=1e-6,
-        )  # fmt: skip
-        yield f"streams score for {sites} sites", "forward", M * U + sites * pairs, call
+    call: Callable[[], Any] = partial(
+        score, newest_MTD, key_SMD=key_SMD, base_S=base_S, score_TPM=score_TPM, source_row=1, sites=range(L), eps=1e-6
+    )  # fmt: skip
+    yield f"streams score for {L} sites", "forward", M * U + L * pairs, call
     call = partial(mix, stream_FMTD, phase, mix_LMTD=mix_LMTD, final=False, **logits)
     yield f"streams mix {F} for {L} sites", "forward", (F + L) * M * U + F * L * pairs, call
-    call = partial(blend, mix_LMTD[0], newest_MTD, output_TD=torch.empty_like(source_TD), **site, **gates)
+    call = partial(blend, mix_LMTD[0], newest_MTD, output_TD=torch.empty_like(source_TD), **site)
     yield "streams blend", "forward", (2 * M + 1) * U, call
-    call = partial(contract, mix_LMTD[0], newest_MTD, gradient_TD, scalar_WT=scalar_LWT[0], **site, **gates)
-    yield "streams contract", "backward", (2 * M + 1) * U, call
     call = partial(
-        turn, mix_LMTD[0], newest_MTD, gradient_TD, key_MD=key_SMD[0], scalar_WT=scalar_LWT[0] * 1e-3, splits=splits,
+        turn, mix_LMTD[0], newest_MTD, gradient_TD, stream_gradient_MTD=torch.empty_like(newest_MTD),
+        logit_gradient=torch.empty(T, M, **wide), scalar_WT=scalar_LWT[0], coefficient_M2T=torch.empty(M, 2, T, **wide),
         **site,
     )  # fmt: skip
     yield "streams turn", "backward", (4 * M + 1) * U, call
@@ -79,8 +79,10 @@ def stream_cases(shape: Shape, device: str) -> Iterator[Case]:
     yield "streams fold", "backward", (M + 5) * U, call
     call = partial(
         gather, mix_LMTD, stream_FMTD, phase, rows=range(_GATHERED), key_SMD=key_SMD.bfloat16(), scalar_LWT=scalar_LWT,
-        stream_gradient=buffer, coefficient_FMLT=coefficient, eps=1e-6, **logits,
+        stream_gradient=buffer, coefficient_FM2LT=coefficient, eps=1e-6, **logits,
     )  # fmt: skip
     yield f"streams gather {_GATHERED} from {L} sites", "backward", (2 * _GATHERED + L) * M * U, call
-    call = partial(keys, stream_FMTD, coefficient, num_rows=F, splits=splits)
-    yield f"streams keys of {L} sites", "backward", F * M * U + coefficient.nbytes, call
+    for rows, sites in ((1, 1), (F, L)):
+        part = coefficient[:rows, :, :, :sites].contiguous()
+        call = partial(keys, stream_FMTD, part, scalar_LWT[:sites], num_rows=rows, splits=splits, gated=True)
+        yield f"streams keys of {sites} sites from {rows}", "backward", rows * M * U + part.nbytes, call

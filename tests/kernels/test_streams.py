@@ -191,9 +191,9 @@ def test_gather_over_chunks(dtype: torch.dtype, width: int, rows: range, device:
     for site in range(L):  # the first site has no running sum
         first = site * (F + 1) - min(site, 1)
         score_TPM[:, first : first + F, 0] = score_LTF[site].detach().float()
-    scalar_LWT = torch.full((L, 6, T), float("nan"))
-    scalar_LWT[:, 3] = (g[:, 0].double() * mix_LTD.detach()).sum(-1).float()
-    found, coefficient = torch.empty(len(rows), 1, T, width, dtype=dtype), torch.empty(F, 1, L, T)
+    scalar_LWT = torch.full((L, 2, T), float("nan"))
+    scalar_LWT[:, 1] = (g[:, 0].double() * mix_LTD.detach()).sum(-1).float()
+    found, coefficient = torch.empty(len(rows), 1, T, width, dtype=dtype), torch.empty(F, 1, 2, L, T)
     tensors = [
         g,
         x,
@@ -208,12 +208,13 @@ def test_gather_over_chunks(dtype: torch.dtype, width: int, rows: range, device:
     phase = Phase(sites=range(L), num_rows=F, first_base=0, first_pairs=F)
     gather(
         g, x, phase, rows=rows, key_SMD=k, score_TPM=score_TPM, lse_TSM=lse_TSM, scalar_LWT=scalar_LWT,
-        stream_gradient=found, coefficient_FMLT=coefficient, eps=EPS,
+        stream_gradient=found, coefficient_FM2LT=coefficient, eps=EPS,
     )  # fmt: skip
     chosen = slice(rows.start, rows.stop)
     truth_LTF = score_LTF.grad * factor_FT.detach().T
     pairs = [
-        (coefficient.cpu()[chosen, 0], truth_LTF.permute(2, 0, 1)[chosen], TOLERANCE),
+        (coefficient.cpu()[chosen, 0, 0], truth_LTF.permute(2, 0, 1)[chosen], TOLERANCE),
+        (coefficient.cpu()[chosen, 0, 1], score_LTF.detach().softmax(-1).permute(2, 0, 1)[chosen], TOLERANCE),
         (found.cpu()[:, 0], streams_FTD.grad[chosen], TOLERANCE if dtype == torch.float32 else 2.0**-7),
     ]
     for ours, exact, tolerance in pairs:
