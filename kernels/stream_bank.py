@@ -153,7 +153,7 @@ def _open(
         block=block,
         scope=_SCOPES[scope],
         key_SMD=key,
-        phi_SKV=phi.transpose(1, 2).contiguous() if gated else None,
+        phi_SKV=phi.transpose(1, 2).to(source.dtype).contiguous() if gated else None,  # every token reads it
         scale_S=scale,
         bias_SM=bias,
         base_S=numbers_on(source.device, tuple(bases)),

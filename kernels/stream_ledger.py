@@ -27,7 +27,7 @@ from scaling.kernels.stream_turn import turn
 from scaling.kernels.streams import Phase, Streams, chunk, expand, score
 
 Scope = Literal["source", "global", "site"]
-_GATHERED_ROWS = 5  # sources whose streams' gradients are in memory at a time
+_GATHERED_ROWS = 8  # sources whose streams' gradients are in memory at a time
 _PROGRAMS = 1056  # eight for each of an H200's 132 multiprocessors
 
 

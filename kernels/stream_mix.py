@@ -14,11 +14,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from scaling.kernels.stream_rows import read_rows, row_sides
+from scaling.kernels.stream_rows import added, read_row, repeated, row_sides, sums, write_row
 from scaling.kernels.streams import Phase, tile
 from scaling.kernels.tile import narrow
 
-_MIX = {"COLUMNS": 256, "STAGES": 3, "num_warps": 1}
+_MIX = {"COLUMNS": 512, "STAGES": 3, "num_warps": 1}
+_BLEND = {"tokens": 1, "per_warp": 256}
 
 
 @triton.jit(do_not_specialize=["num_rows", "first_site", "first_base", "first_pairs", "num_tokens", "num_pairs"])
@@ -89,7 +90,7 @@ def _blend_kernel(
     key_ptr,  # (M, D) float32 of the site
     score_ptr,  # (T, P, M) float32; out: of the running sum
     lse_ptr,  # (T, S, M) float32; in: of the finished sources, out: of all
-    phi_ptr,  # (M, M * D) float32 of the site, gates first
+    phi_ptr,  # (M, M * D) of the site, gates first, in the streams' dtype
     scale_ptr,  # () float32
     bias_ptr,  # (M,) float32
     kept_ptr,  # (T, M + 1) float32 out: projections, and the RMS factor of the mixes together
@@ -102,64 +103,93 @@ def _blend_kernel(
     eps,
     NEWEST: tl.constexpr,
     GATED: tl.constexpr,
+    TOKENS: tl.constexpr,
     M: tl.constexpr,
-    ROWS: tl.constexpr,
     D: tl.constexpr,
     STARTS: tl.constexpr,
     WIDTHS: tl.constexpr,
 ):
-    token = tl.program_id(0).to(tl.int64)
+    PARTS: tl.constexpr = len(WIDTHS)
+    first = tl.program_id(0).to(tl.int64) * TOKENS
     plane = tl.cast(num_tokens, tl.int64) * D
-    stream = tl.arange(0, ROWS)
-    some = stream < M
-    lses_ptr = lse_ptr + (token * num_sites + site) * M + stream
-    if NEWEST:  # every warp reads them, one writes them: the barriers of the sums must lie between
-        lse = tl.load(lses_ptr, mask=some, other=0.0)
-    mixed = ()
+    mixed = ()  # by token, stream and part of the width, as all rows here
     values = ()
-    for part in tl.static_range(len(WIDTHS)):
-        mixed = mixed + (read_rows(mix_ptr + token * D, plane, STARTS[part], WIDTHS[part], M, ROWS, D),)
-        if NEWEST:
-            values = values + (read_rows(newest_ptr + token * D, plane, STARTS[part], WIDTHS[part], M, ROWS, D),)
+    lses = ()
+    for index in tl.static_range(TOKENS):
+        token = tl.minimum(first + index, num_tokens - 1)
+        for stream in tl.static_range(M):
+            place = stream * plane + token * D
+            for part in tl.static_range(PARTS):
+                mixed = mixed + (read_row(mix_ptr + place, STARTS[part], WIDTHS[part], D),)
+                if NEWEST:
+                    values = values + (read_row(newest_ptr + place, STARTS[part], WIDTHS[part], D),)
+            if NEWEST:  # every warp reads them, one writes them: the barriers of the sums must lie between
+                lses = lses + (tl.load(lse_ptr + (token * num_sites + site) * M + stream),)
     if NEWEST:
-        along = tl.zeros([ROWS], tl.float32)
-        square = tl.zeros([ROWS], tl.float32)
-        for part in tl.static_range(len(WIDTHS)):
-            key = read_rows(key_ptr, D, STARTS[part], WIDTHS[part], M, ROWS, D)
-            along += tl.sum(values[part] * key, 1)
-            square += tl.sum(values[part] * values[part], 1)
-        score = along * (1.0 / tl.sqrt_rn(square / D + eps))
-        tl.store(score_ptr + (token * num_pairs + pair) * M + stream, score, mask=some)
-        top = tl.maximum(lse, score)
-        total = top + tl.log(tl.exp(lse - top) + tl.exp(score - top))
-        tl.store(lses_ptr, total, mask=some)
-        older = tl.exp(lse - total)[:, None]
-        newer = tl.exp(score - total)[:, None]
+        totals = repeated(0.0, 2 * TOKENS * M)  # <u, X> and <X, X>
+        for part in tl.static_range(PARTS):
+            rows = ()
+            for stream in tl.static_range(M):
+                key = read_row(key_ptr + stream * D, STARTS[part], WIDTHS[part], D)
+                for index in tl.static_range(TOKENS):
+                    value = values[(index * M + stream) * PARTS + part]
+                    rows = rows + (value * key, value * value)
+            totals = added(totals, sums(rows), 2 * TOKENS * M)
         blended = ()
-        for part in tl.static_range(len(WIDTHS)):
-            blended = blended + (older * mixed[part] + newer * values[part],)
+        for index in tl.static_range(TOKENS):
+            token = first + index
+            for stream in tl.static_range(M):
+                along = totals[2 * (stream * TOKENS + index)]
+                score = along * (1.0 / tl.sqrt_rn(totals[2 * (stream * TOKENS + index) + 1] / D + eps))
+                lse = lses[index * M + stream]
+                top = tl.maximum(lse, score)
+                total = top + tl.log(tl.exp(lse - top) + tl.exp(score - top))
+                tl.store(score_ptr + (token * num_pairs + pair) * M + stream, score, mask=token < num_tokens)
+                tl.store(lse_ptr + (token * num_sites + site) * M + stream, total, mask=token < num_tokens)
+                older = tl.exp(lse - total)
+                newer = tl.exp(score - total)
+                for part in tl.static_range(PARTS):
+                    value = newer * values[(index * M + stream) * PARTS + part]
+                    blended = blended + (older * mixed[(index * M + stream) * PARTS + part] + value,)
         mixed = blended
-    gate = tl.full([ROWS], 1.0 / M, tl.float32)
+    gates = repeated(1.0 / M, TOKENS * M)
     if GATED:
-        whole = 0.0
-        for part in tl.static_range(len(WIDTHS)):
-            whole += tl.sum(tl.sum(mixed[part] * mixed[part], 0), 0)
-        factor = 1.0 / tl.sqrt_rn(whole / (M * D) + eps)
-        projected = tl.zeros([ROWS], tl.float32)
-        for k in tl.static_range(M):
-            found = 0.0
-            for part in tl.static_range(len(WIDTHS)):
-                phi = read_rows(phi_ptr + k * M * D, D, STARTS[part], WIDTHS[part], M, ROWS, D)
-                found += tl.sum(tl.sum(mixed[part] * phi, 0), 0)
-            projected = tl.where(stream == k, found, projected)
-        tl.store(kept_ptr + token * (M + 1) + stream, projected, mask=some)
-        tl.store(kept_ptr + token * (M + 1) + M, factor)
-        bias = tl.load(bias_ptr + stream, mask=some, other=0.0)
-        gate = tl.sigmoid(tl.load(scale_ptr) * projected * factor + bias)
-    for part in tl.static_range(len(WIDTHS)):
-        output = narrow(tl.sum(gate[:, None] * mixed[part], 0), output_ptr.dtype.element_ty)
-        column = STARTS[part] + tl.arange(0, WIDTHS[part])
-        tl.store(output_ptr + token * D + column, output, mask=column < D)
+        totals = repeated(0.0, (M + 1) * TOKENS)  # projections, gates first, and squares
+        for part in tl.static_range(PARTS):
+            rows = ()
+            for gate in tl.static_range(M + 1):
+                projected = repeated(tl.zeros_like(mixed[part]), TOKENS)
+                for stream in tl.static_range(M):
+                    if gate < M:
+                        phi = read_row(phi_ptr + (gate * M + stream) * D, STARTS[part], WIDTHS[part], D)
+                    more = ()
+                    for index in tl.static_range(TOKENS):
+                        value = mixed[(index * M + stream) * PARTS + part]
+                        if gate < M:
+                            more = more + (projected[index] + value * phi,)
+                        else:
+                            more = more + (projected[index] + value * value,)
+                    projected = more
+                rows = rows + projected
+            totals = added(totals, sums(rows), (M + 1) * TOKENS)
+        gates = ()
+        scale = tl.load(scale_ptr)
+        for index in tl.static_range(TOKENS):
+            token = first + index
+            factor = 1.0 / tl.sqrt_rn(totals[M * TOKENS + index] / (M * D) + eps)
+            tl.store(kept_ptr + token * (M + 1) + M, factor, mask=token < num_tokens)
+            for gate in tl.static_range(M):
+                projected = totals[gate * TOKENS + index]
+                tl.store(kept_ptr + token * (M + 1) + gate, projected, mask=token < num_tokens)
+                gates = gates + (tl.sigmoid(scale * projected * factor + tl.load(bias_ptr + gate)),)
+    for index in tl.static_range(TOKENS):
+        token = first + index
+        for part in tl.static_range(PARTS):
+            output = tl.zeros_like(mixed[part])
+            for stream in tl.static_range(M):
+                output += gates[index * M + stream] * mixed[(index * M + stream) * PARTS + part]
+            output = narrow(output, output_ptr.dtype.element_ty)
+            write_row(output_ptr + token * D, output, token < num_tokens, STARTS[part], D)
 
 
 def mix(
@@ -209,7 +239,7 @@ def blend(
 ) -> None:
     """Write a site's output, the running sum's logits and the log-sum-exps of all sources; ``kept`` is for backward."""
     num_streams, num_tokens, width = mix_MTD.shape
-    _blend_kernel[(num_tokens,)](
+    _blend_kernel[(triton.cdiv(num_tokens, _BLEND["tokens"]),)](
         mix_MTD,
         mix_MTD if newest_MTD is None else newest_MTD,
         key_MD,
@@ -228,5 +258,5 @@ def blend(
         eps,
         NEWEST=newest_MTD is not None,
         GATED=phi_KV is not None,
-        **row_sides(width, num_streams),
+        **row_sides(width, num_streams, **_BLEND),
     )

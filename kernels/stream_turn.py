@@ -20,8 +20,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from scaling.kernels.stream_rows import read_row, read_rows, row_sides, write_rows
+from scaling.kernels.stream_rows import added, read_row, repeated, row_sides, sums, write_row
 from scaling.kernels.tile import narrow
+
+_TURN = {"tokens": 1, "per_warp": 256}
 
 
 @triton.jit(do_not_specialize=["site", "pair", "num_tokens", "num_pairs"])
@@ -32,7 +34,7 @@ def _turn_kernel(
     key_ptr,  # (M, D) float32 of the site
     score_ptr,  # (T, P, M) float32
     lse_ptr,  # (T, S, M) float32
-    phi_ptr,  # (M, M * D) float32 of the site, gates first
+    phi_ptr,  # (M, M * D) of the site, gates first, in the streams' dtype
     scale_ptr,
     bias_ptr,
     kept_ptr,  # (T, M + 1) float32
@@ -48,81 +50,121 @@ def _turn_kernel(
     eps,
     NEWEST: tl.constexpr,
     GATED: tl.constexpr,
+    TOKENS: tl.constexpr,
     M: tl.constexpr,
-    ROWS: tl.constexpr,
     D: tl.constexpr,
     STARTS: tl.constexpr,
     WIDTHS: tl.constexpr,
 ):
-    token = tl.program_id(0).to(tl.int64)
+    PARTS: tl.constexpr = len(WIDTHS)
+    SUMS: tl.constexpr = 2 if NEWEST else 1
+    kind: tl.constexpr = mix_ptr.dtype.element_ty
+    first = tl.program_id(0).to(tl.int64) * TOKENS
     line = tl.cast(num_tokens, tl.int64)
     plane = line * D
-    stream = tl.arange(0, ROWS)
-    some = stream < M
     gradients = ()
-    mixed = ()
+    mixed = ()  # by token, stream and part of the width, as all rows here
     values = ()
-    for part in tl.static_range(len(WIDTHS)):
-        gradients = gradients + (read_row(gradient_ptr + token * D, STARTS[part], WIDTHS[part], D)[None, :],)
-        mixed = mixed + (read_rows(mix_ptr + token * D, plane, STARTS[part], WIDTHS[part], M, ROWS, D),)
-        if NEWEST:
-            values = values + (read_rows(newest_ptr + token * D, plane, STARTS[part], WIDTHS[part], M, ROWS, D),)
+    scores = ()  # by token and stream
+    shares = ()
+    for index in tl.static_range(TOKENS):
+        token = tl.minimum(first + index, line - 1)
+        for part in tl.static_range(PARTS):
+            gradients = gradients + (read_row(gradient_ptr + token * D, STARTS[part], WIDTHS[part], D),)
+        for stream in tl.static_range(M):
+            place = stream * plane + token * D
+            for part in tl.static_range(PARTS):
+                mixed = mixed + (read_row(mix_ptr + place, STARTS[part], WIDTHS[part], D),)
+                if NEWEST:
+                    values = values + (read_row(newest_ptr + place, STARTS[part], WIDTHS[part], D),)
+            if NEWEST:
+                lse = tl.load(lse_ptr + (token * num_sites + site) * M + stream)
+                scores = scores + (tl.load(score_ptr + (token * num_pairs + pair) * M + stream),)
+                shares = shares + (tl.exp(scores[index * M + stream] - lse),)
     if NEWEST:
-        lse = tl.load(lse_ptr + (token * num_sites + site) * M + stream, mask=some, other=0.0)
-        score = tl.load(score_ptr + (token * num_pairs + pair) * M + stream, mask=some, other=0.0)
-        share = tl.exp(score - lse)
         whole = ()
-        for part in tl.static_range(len(WIDTHS)):
-            whole = whole + (mixed[part] + share[:, None] * values[part],)
+        for row in tl.static_range(TOKENS * M):
+            for part in tl.static_range(PARTS):
+                whole = whole + (mixed[row * PARTS + part] + shares[row] * values[row * PARTS + part],)
         mixed = whole
-    gate = tl.full([ROWS], 1.0 / M, tl.float32)
-    turned = tl.zeros([ROWS], tl.float32)
-    kappa = 0.0
+    alongs = repeated(0.0, 2 * TOKENS * M)  # <G, o> and <X, X>
+    for part in tl.static_range(PARTS):
+        rows = ()
+        for row in tl.static_range(TOKENS * M):
+            rows = rows + (mixed[row * PARTS + part] * gradients[row // M * PARTS + part],)
+            if NEWEST:
+                rows = rows + (values[row * PARTS + part] * values[row * PARTS + part],)
+            else:
+                rows = rows + (tl.zeros_like(mixed[part]),)
+        alongs = added(alongs, sums(rows), 2 * TOKENS * M)
+    gates = repeated(1.0 / M, TOKENS * M)
+    turned = ()
+    kappas = ()
     if GATED:
+        gates = ()
         scale = tl.load(scale_ptr)
-        factor = tl.load(kept_ptr + token * (M + 1) + M)
-        projected = tl.load(kept_ptr + token * (M + 1) + stream, mask=some, other=0.0)
-        gate = tl.sigmoid(scale * projected * factor + tl.load(bias_ptr + stream, mask=some, other=0.0))
-        along = tl.zeros([ROWS], tl.float32)
-        for part in tl.static_range(len(WIDTHS)):
-            along += tl.sum(mixed[part] * gradients[part], 1)
-        logit_gradient = gate * (1.0 - gate) * along
-        tl.store(logit_gradient_ptr + token * M + stream, logit_gradient, mask=some)
-        turned = scale * factor * logit_gradient
-        tl.store(scalar_ptr + stream * line + token, turned, mask=some)
-        kappa = tl.sum(scale * logit_gradient * projected, 0) * factor * factor * factor / (M * D)
-    mix_gradients = ()
-    delta = tl.zeros([ROWS], tl.float32)
-    for part in tl.static_range(len(WIDTHS)):
-        mix_gradient = gate[:, None] * gradients[part]
-        if GATED:
-            mix_gradient -= kappa * mixed[part]
-            for k in tl.static_range(M):
-                phi = read_rows(phi_ptr + k * M * D, D, STARTS[part], WIDTHS[part], M, ROWS, D)
-                mix_gradient += tl.sum(tl.where(stream == k, turned, 0.0), 0) * phi
-        delta += tl.sum(mix_gradient * mixed[part], 1)
-        mix_gradients = mix_gradients + (mix_gradient,)
-    tl.store(scalar_ptr + (M + stream) * line + token, delta, mask=some)
-    if NEWEST:
-        along = tl.zeros([ROWS], tl.float32)
-        square = tl.zeros([ROWS], tl.float32)
-        for part in tl.static_range(len(WIDTHS)):
-            along += tl.sum(mix_gradients[part] * values[part], 1)
-            square += tl.sum(values[part] * values[part], 1)
-        factor = 1.0 / tl.sqrt_rn(square / D + eps)
-        coefficient = factor * share * (along - delta)
-        radial = factor * coefficient * score / D
-        tl.store(coefficient_ptr + 2 * stream * line + token, coefficient, mask=some)
-        tl.store(coefficient_ptr + (2 * stream + 1) * line + token, share, mask=some)
-    kind: tl.constexpr = mix_ptr.dtype.element_ty
+        for index in tl.static_range(TOKENS):
+            token = tl.minimum(first + index, line - 1)
+            factor = tl.load(kept_ptr + token * (M + 1) + M)
+            kappa = 0.0
+            for stream in tl.static_range(M):
+                projected = tl.load(kept_ptr + token * (M + 1) + stream)
+                gate = tl.sigmoid(scale * projected * factor + tl.load(bias_ptr + stream))
+                logit_gradient = gate * (1.0 - gate) * alongs[2 * (index * M + stream)]
+                alive = first + index < line
+                tl.store(logit_gradient_ptr + token * M + stream, logit_gradient, mask=alive)
+                tl.store(scalar_ptr + stream * line + token, scale * factor * logit_gradient, mask=alive)
+                kappa += scale * logit_gradient * projected
+                gates = gates + (gate,)
+                turned = turned + (scale * factor * logit_gradient,)
+            kappas = kappas + (kappa * factor * factor * factor / (M * D),)
+    mix_gradients = ()  # by part, stream and token
+    totals = repeated(0.0, SUMS * TOKENS * M)  # <Go, o> and <Go, X> by stream and token
+    for part in tl.static_range(PARTS):
+        rows = ()
+        for stream in tl.static_range(M):
+            turning = ()
+            for index in tl.static_range(TOKENS):
+                mix_gradient = gates[index * M + stream] * gradients[index * PARTS + part]
+                if GATED:
+                    mix_gradient -= kappas[index] * mixed[(index * M + stream) * PARTS + part]
+                turning = turning + (mix_gradient,)
+            if GATED:
+                for gate in tl.static_range(M):
+                    phi = read_row(phi_ptr + (gate * M + stream) * D, STARTS[part], WIDTHS[part], D)
+                    more = ()
+                    for index in tl.static_range(TOKENS):
+                        more = more + (turning[index] + turned[index * M + gate] * phi,)
+                    turning = more
+            for index in tl.static_range(TOKENS):
+                rows = rows + (turning[index] * mixed[(index * M + stream) * PARTS + part],)
+                if NEWEST:
+                    rows = rows + (turning[index] * values[(index * M + stream) * PARTS + part],)
+            mix_gradients = mix_gradients + turning
+        totals = added(totals, sums(rows), SUMS * TOKENS * M)
     # in place, behind the barriers of the sums, which every warp enters with its rows read
-    for part in tl.static_range(len(WIDTHS)):
-        write_rows(mix_ptr + token * D, narrow(mix_gradients[part], kind), plane, STARTS[part], M, ROWS, D)
-        if NEWEST:
-            key = read_rows(key_ptr, D, STARTS[part], WIDTHS[part], M, ROWS, D)
-            stream_gradient = share[:, None] * mix_gradients[part] + coefficient[:, None] * key
-            stream_gradient = narrow(stream_gradient - radial[:, None] * values[part], kind)
-            write_rows(stream_gradient_ptr + token * D, stream_gradient, plane, STARTS[part], M, ROWS, D)
+    for stream in tl.static_range(M):
+        for index in tl.static_range(TOKENS):
+            token = first + index
+            alive = token < line
+            delta = totals[SUMS * (stream * TOKENS + index)]
+            tl.store(scalar_ptr + (M + stream) * line + token, delta, mask=alive)
+            place = stream * plane + token * D
+            if NEWEST:
+                share = shares[index * M + stream]
+                factor = 1.0 / tl.sqrt_rn(alongs[2 * (index * M + stream) + 1] / D + eps)
+                coefficient = factor * share * (totals[SUMS * (stream * TOKENS + index) + 1] - delta)
+                radial = factor * coefficient * scores[index * M + stream] / D
+                tl.store(coefficient_ptr + 2 * stream * line + token, coefficient, mask=alive)
+                tl.store(coefficient_ptr + (2 * stream + 1) * line + token, share, mask=alive)
+            for part in tl.static_range(PARTS):
+                mix_gradient = mix_gradients[(part * M + stream) * TOKENS + index]
+                write_row(mix_ptr + place, narrow(mix_gradient, kind), alive, STARTS[part], D)
+                if NEWEST:
+                    value = values[(index * M + stream) * PARTS + part]
+                    key = read_row(key_ptr + stream * D, STARTS[part], WIDTHS[part], D)
+                    stream_gradient = narrow(share * mix_gradient + coefficient * key - radial * value, kind)
+                    write_row(stream_gradient_ptr + place, stream_gradient, alive, STARTS[part], D)
 
 
 def turn(
@@ -147,7 +189,7 @@ def turn(
 ) -> None:
     """Mixes become Go; write the running sum's dX, the gradients of the gates' logits ``(T, M)``, and the scalars."""
     num_streams, num_tokens, width = mix_MTD.shape
-    _turn_kernel[(num_tokens,)](
+    _turn_kernel[(triton.cdiv(num_tokens, _TURN["tokens"]),)](
         mix_MTD,
         mix_MTD if newest_MTD is None else newest_MTD,
         gradient_TD,
@@ -170,5 +212,5 @@ def turn(
         eps,
         NEWEST=newest_MTD is not None,
         GATED=phi_KV is not None,
-        **row_sides(width, num_streams),
+        **row_sides(width, num_streams, **_TURN),
     )

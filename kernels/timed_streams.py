@@ -13,10 +13,11 @@ from functools import partial
 from typing import Any
 
 import torch
+import triton
 
 from scaling.kernels.decoder import Shape
 from scaling.kernels.stream_fold import fold
-from scaling.kernels.stream_gather import gather
+from scaling.kernels.stream_gather import MAX_SITES, gather
 from scaling.kernels.stream_keys import keys
 from scaling.kernels.stream_ledger import num_splits
 from scaling.kernels.stream_mix import blend, mix
@@ -25,7 +26,6 @@ from scaling.kernels.streams import Phase, Streams, ages, chunk, expand, score
 
 _TAPS = (1, 4, 8, 12)  # msar's default
 _ROWS = 8  # finished sources at the last of eight blocks
-_GATHERED = 4
 
 Case = tuple[str, str, int, Callable[[], Any]]
 
@@ -34,6 +34,7 @@ def stream_cases(shape: Shape, device: str) -> Iterator[Case]:
     """(operation, pass, bytes that must move, call) of every kernel."""
     D, T, M, F = shape.width, shape.batch * shape.time, len(_TAPS), _ROWS
     L = max(1, 2 * shape.layers // 8)
+    L = triton.cdiv(L, triton.cdiv(L, MAX_SITES))  # of a phase
     U = T * D * 2
     wide: dict[str, Any] = {"device": device}
     kind: dict[str, Any] = {"device": device, "dtype": torch.bfloat16}
@@ -44,14 +45,14 @@ def stream_cases(shape: Shape, device: str) -> Iterator[Case]:
     source_TD, result_TD = torch.randn(T, D, **kind), torch.zeros(T, D, **wide)
     stream_FMTD, mix_LMTD = torch.randn(F, M, T, D, **kind), torch.randn(L, M, T, D, **kind)
     newest_MTD, gradient_TD = torch.randn(M, T, D, **kind), torch.randn(T, D, **kind)
-    key_SMD, phi_KV = torch.randn(L, M, D, **wide) * 0.05, torch.randn(M, M * D, **wide) * 0.02
+    key_SMD, phi_KV = torch.randn(L, M, D, **wide) * 0.05, torch.randn(M, M * D, **kind) * 0.02
     base_S = torch.arange(0, (F + 1) * L, F + 1, dtype=torch.int32, **wide)
     score_TPM = torch.randn(T, (F + 1) * L, M, **wide)
     lse_TSM = score_TPM.view(T, L, F + 1, M).logsumexp(2)
     kept, scalar_LWT = torch.rand(T, M + 1, **wide), torch.randn(L, 2 * M, T, **wide)
     phase = Phase(sites=range(L), num_rows=F, first_base=0, first_pairs=F + 1)
     coefficient = torch.randn(F, M, 2, L, T, **wide)
-    buffer = torch.empty(_GATHERED, M, T, D, **kind)
+    buffer = torch.empty(_ROWS, M, T, D, **kind)
     logits: dict[str, Any] = {"score_TPM": score_TPM, "lse_TSM": lse_TSM}
     site: dict[str, Any] = {
         "site": 0, "pair": F, "key_MD": key_SMD[0], "phi_KV": phi_KV, "scale": kept[0, :1],
@@ -78,10 +79,10 @@ def stream_cases(shape: Shape, device: str) -> Iterator[Case]:
     call = partial(fold, streams, source_TD, newest_MTD, owner=1, result_TD=result_TD, add=True)
     yield "streams fold", "backward", (M + 5) * U, call
     call = partial(
-        gather, mix_LMTD, stream_FMTD, phase, rows=range(_GATHERED), key_SMD=key_SMD.bfloat16(), scalar_LWT=scalar_LWT,
+        gather, mix_LMTD, stream_FMTD, phase, rows=range(_ROWS), key_SMD=key_SMD.bfloat16(), scalar_LWT=scalar_LWT,
         stream_gradient=buffer, coefficient_FM2LT=coefficient, eps=1e-6, **logits,
     )  # fmt: skip
-    yield f"streams gather {_GATHERED} from {L} sites", "backward", (2 * _GATHERED + L) * M * U, call
+    yield f"streams gather {_ROWS} from {L} sites", "backward", (2 * _ROWS + L) * M * U, call
     for rows, sites in ((1, 1), (F, L)):
         part = coefficient[:rows, :, :, :sites].contiguous()
         call = partial(keys, stream_FMTD, part, scalar_LWT[:sites], num_rows=rows, splits=splits, gated=True)
