@@ -158,6 +158,33 @@ def _fold_group(
     return rows, gradient_rows, earlier, results, tap_gradients
 
 
+@triton.jit
+def _fold_beyond(
+    gradients,  # of the streams of MOST - 1 tokens beyond a span
+    results,  # (MOST - 1,) gradients so far of the last tokens of the span, the newest first
+    taps,
+    ages,
+    TAPS: tl.constexpr,
+    FIRST: tl.constexpr,
+    MOST: tl.constexpr,
+    M: tl.constexpr,
+):
+    """Add what tokens beyond a span give to those within; return the results, the oldest first."""
+    finished = ()
+    for beyond in tl.static_range(MOST - 1):
+        more = ()
+        for tau in tl.static_range(beyond + 1, MOST):
+            result = results[tau - beyond - 1]
+            for stream in tl.static_range(M):
+                if tau < TAPS[stream]:
+                    share = gradients[beyond * M + stream].to(tl.float32) * taps[FIRST[stream] + tau]
+                    result += tl.where(ages[beyond] >= tau, share, 0.0)
+            more = more + (result,)
+        finished = finished + (more[MOST - 2 - beyond],)
+        results = more[: MOST - 2 - beyond]
+    return finished
+
+
 @triton.jit(do_not_specialize=["owner", "num_tokens", "span"])
 def _fold_kernel(
     source_ptr,  # (T, D)
@@ -237,7 +264,6 @@ def _fold_kernel(
     # The gradients of the last tokens are whole when the longest kernel has passed them. Tokens beyond the span give
     # their kernels' gradients elsewhere. Their loads are in flight together, ahead of the stores.
     ages = ()
-    finished = ()
     gradients = ()
     before = ()
     offset = tl.cast(length, tl.int64) * D
@@ -249,17 +275,7 @@ def _fold_kernel(
             gradients = gradients + (tl.load(row_ptr, mask=inside, other=0.0),)
     if ADD:
         before = _load_results(result_ptr + offset, length, MOST - 1, MOST, D)
-    for beyond in tl.static_range(MOST - 1):
-        more = ()
-        for tau in tl.static_range(beyond + 1, MOST):
-            result = results[tau - beyond - 1]
-            for stream in tl.static_range(M):
-                if tau < TAPS[stream]:
-                    share = gradients[beyond * M + stream].to(tl.float32) * taps[FIRST[stream] + tau]
-                    result += tl.where(ages[beyond] >= tau, share, 0.0)
-            more = more + (result,)
-        finished = finished + (more[MOST - 2 - beyond],)
-        results = more[: MOST - 2 - beyond]
+    finished = _fold_beyond(gradients, results, taps, ages, TAPS, FIRST, MOST, M)
     _store_results(result_ptr + offset, length, finished, before, ADD, MOST - 1, MOST, D)
 
 
