@@ -12,10 +12,177 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from scaling.kernels.streams import Streams, num_spans, tile
+from scaling.kernels.streams import Streams, load_rows, num_spans, tile, whole_spans
 from scaling.kernels.tile import narrow
 
-_FOLD = {"TOGETHER": 4, "COLUMNS": 64, "num_warps": 1}
+# As in :mod:`scaling.kernels.streams`. With as many tokens TOGETHER as the longest kernel of the defaults has taps,
+# what a group leaves for the next is in its registers already. AHEAD, which divides it: tokens asked for beforehand.
+_FOLD = {"TOGETHER": 12, "AHEAD": 4, "COLUMNS": 64, "num_warps": 1, "RESIDENT": 8}
+
+
+@triton.jit
+def _load_gradients(ptr, line, COUNT: tl.constexpr, M: tl.constexpr, D: tl.constexpr):
+    """Load the gradients of the streams of ``COUNT`` tokens from one on, as they are in memory."""
+    rows = ()
+    for step in tl.static_range(COUNT):
+        for stream in tl.static_range(M):
+            rows = rows + (tl.load(ptr + stream * line + step * D),)
+    return rows
+
+
+@triton.jit
+def _load_results(ptr, token, COUNT: tl.constexpr, MOST: tl.constexpr, D: tl.constexpr):
+    """Load what is added to the results that ``COUNT`` tokens from ``token`` of the span on will finish."""
+    rows = ()
+    for step in tl.static_range(COUNT):
+        rows = rows + (tl.load(ptr + (step - (MOST - 1)) * D, mask=token + step >= MOST - 1, other=0.0),)
+    return rows
+
+
+@triton.jit
+def _fold_tokens(
+    values,  # of COUNT tokens
+    gradients,  # of their streams
+    earlier,  # values of the tokens before, the newest first
+    results,  # their gradients so far
+    taps,
+    tap_gradients,
+    age_ptr,  # of the first of them
+    MASKED: tl.constexpr,
+    COUNT: tl.constexpr,
+    TAPS: tl.constexpr,
+    FIRST: tl.constexpr,
+    MOST: tl.constexpr,
+    K: tl.constexpr,
+    M: tl.constexpr,
+):
+    """Add what ``COUNT`` tokens give: to those of their documents if ``MASKED``, else to all; return what is whole."""
+    finished = ()
+    for step in tl.static_range(COUNT):
+        earlier = (values[step].to(tl.float32),) + earlier
+        results = (tl.zeros(values[0].shape, tl.float32),) + results
+        given = ()
+        for stream in tl.static_range(M):
+            given = given + (gradients[step * M + stream].to(tl.float32),)
+        if MASKED:
+            age = tl.load(age_ptr + step)
+        more = ()
+        for tau in tl.static_range(MOST):
+            result = results[tau]
+            for stream in tl.static_range(M):
+                if tau < TAPS[stream]:
+                    share = given[stream] * taps[FIRST[stream] + tau]
+                    if MASKED:
+                        share = tl.where(age >= tau, share, 0.0)
+                    result += share
+            more = more + (result,)
+        results = more
+        more = ()
+        for tap in tl.static_range(K):
+            total = tap_gradients[tap]
+            for stream in tl.static_range(M):
+                for tau in tl.static_range(MOST):
+                    if FIRST[stream] + tau == tap:
+                        if tau < TAPS[stream]:
+                            value = earlier[tau]
+                            if MASKED:
+                                value = tl.where(age >= tau, value, 0.0)
+                            total += given[stream] * value
+            more = more + (total,)
+        tap_gradients = more
+        finished = finished + (results[MOST - 1],)
+        earlier = earlier[: MOST - 1]
+        results = results[: MOST - 1]
+    return earlier, results, tap_gradients, finished
+
+
+@triton.jit
+def _store_results(
+    ptr, token, finished, before, ADD: tl.constexpr, COUNT: tl.constexpr, MOST: tl.constexpr, D: tl.constexpr
+):
+    """Store the results that ``COUNT`` tokens from ``token`` of the span on finished."""
+    for step in tl.static_range(COUNT):
+        result = finished[step]
+        if ADD:
+            result += before[step]
+        out = narrow(result, ptr.dtype.scalar.element_ty)
+        tl.store(ptr + (step - (MOST - 1)) * D, out, mask=token + step >= MOST - 1)
+
+
+@triton.jit
+def _fold_group(
+    rows,  # of the first AHEAD tokens
+    gradient_rows,  # of their streams
+    earlier,
+    results,
+    taps,
+    tap_gradients,
+    source_ptr,
+    gradient_ptr,
+    age_ptr,
+    result_ptr,
+    line,
+    start,
+    following,
+    ADD: tl.constexpr,
+    MASKED: tl.constexpr,
+    TAPS: tl.constexpr,
+    FIRST: tl.constexpr,
+    MOST: tl.constexpr,
+    K: tl.constexpr,
+    M: tl.constexpr,
+    D: tl.constexpr,
+    TOGETHER: tl.constexpr,
+    AHEAD: tl.constexpr,
+):
+    """Take a group of tokens, ask for the first rows of the ``following``, and store the results that are whole."""
+    for part in tl.static_range(0, TOGETHER, AHEAD):
+        values = rows
+        gradients = gradient_rows
+        token = start + part
+        upcoming = token + AHEAD
+        if part == TOGETHER - AHEAD:
+            upcoming = following
+        offset = tl.cast(upcoming, tl.int64) * D
+        rows = load_rows(source_ptr + offset, AHEAD, D)
+        gradient_rows = _load_gradients(gradient_ptr + offset, line, AHEAD, M, D)
+        offset = tl.cast(token, tl.int64) * D
+        before = ()
+        if ADD:
+            before = _load_results(result_ptr + offset, token, AHEAD, MOST, D)
+        earlier, results, tap_gradients, finished = _fold_tokens(
+            values, gradients, earlier, results, taps, tap_gradients, age_ptr + token,
+            MASKED, AHEAD, TAPS, FIRST, MOST, K, M,
+        )  # fmt: skip
+        _store_results(result_ptr + offset, token, finished, before, ADD, AHEAD, MOST, D)
+    return rows, gradient_rows, earlier, results, tap_gradients
+
+
+@triton.jit
+def _fold_beyond(
+    gradients,  # of the streams of MOST - 1 tokens beyond a span
+    results,  # (MOST - 1,) gradients so far of the last tokens of the span, the newest first
+    taps,
+    ages,
+    TAPS: tl.constexpr,
+    FIRST: tl.constexpr,
+    MOST: tl.constexpr,
+    M: tl.constexpr,
+):
+    """Add what tokens beyond a span give to those within; return the results, the oldest first."""
+    finished = ()
+    for beyond in tl.static_range(MOST - 1):
+        more = ()
+        for tau in tl.static_range(beyond + 1, MOST):
+            result = results[tau - beyond - 1]
+            for stream in tl.static_range(M):
+                if tau < TAPS[stream]:
+                    share = gradients[beyond * M + stream].to(tl.float32) * taps[FIRST[stream] + tau]
+                    result += tl.where(ages[beyond] >= tau, share, 0.0)
+            more = more + (result,)
+        finished = finished + (more[MOST - 2 - beyond],)
+        results = more[: MOST - 2 - beyond]
+    return finished
 
 
 @triton.jit(do_not_specialize=["owner", "num_tokens", "span"])
@@ -38,77 +205,78 @@ def _fold_kernel(
     M: tl.constexpr,
     D: tl.constexpr,
     TOGETHER: tl.constexpr,
+    AHEAD: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    split = tl.program_id(1).to(tl.int64)
+    split = tl.program_id(1)
     first = split * span
-    last = tl.minimum(first + span, num_tokens)
+    length = tl.minimum(span, num_tokens - first)
     line = tl.cast(num_tokens, tl.int64) * D
-    always = column < D
-    taps = ()
+    source_ptr += tl.cast(first, tl.int64) * D + column
+    stream_gradient_ptr += tl.cast(first, tl.int64) * D + column
+    result_ptr += tl.cast(first, tl.int64) * D + column
+    age_ptr += first
+    taps = load_rows(tap_ptr + tl.cast(owner, tl.int64) * owner_stride + column, K, D)
+    zero = tl.zeros([COLUMNS], tl.float32)
     tap_gradients = ()
-    for tap in tl.static_range(K):
-        taps = taps + (tl.load(tap_ptr + tl.cast(owner, tl.int64) * owner_stride + tap * D + column),)
-        tap_gradients = tap_gradients + (tl.zeros([COLUMNS], tl.float32),)
+    for _ in tl.static_range(K):
+        tap_gradients = tap_gradients + (zero,)
     earlier = ()  # values of the last tokens, the newest first
     results = ()  # their gradients so far
     for tau in tl.static_range(1, MOST):
-        inside = (first - tau >= 0) & always
-        earlier = earlier + (tl.load(source_ptr + (first - tau) * D + column, mask=inside, other=0.0).to(tl.float32),)
-        results = results + (tl.zeros([COLUMNS], tl.float32),)
-    # A token's gradient is whole when the longest kernel has passed it: that many tokens beyond the last are read.
-    for start in range(first, last + MOST - 1, TOGETHER):
-        values = ()
-        gradients = ()
-        for step in tl.static_range(TOGETHER):  # their loads are in flight together
-            token = start + step
-            inside = (token < last) & always
-            values = values + (tl.load(source_ptr + token * D + column, mask=inside, other=0.0),)
-            inside = (token < num_tokens) & always
-            for stream in tl.static_range(M):
-                reached_ptr = stream_gradient_ptr + stream * line + token * D + column
-                gradients = gradients + (tl.load(reached_ptr, mask=inside, other=0.0),)
-        for step in tl.static_range(TOGETHER):
-            token = start + step
-            age = tl.load(age_ptr + token, mask=token < num_tokens, other=0)
-            earlier = (values[step].to(tl.float32),) + earlier
-            results = (tl.zeros([COLUMNS], tl.float32),) + results
-            own = tl.where(token < last, 1.0, 0.0)  # tokens beyond the last give their kernels' gradient elsewhere
-            more_results = ()
-            for tau in tl.static_range(MOST):
-                given = tl.zeros([COLUMNS], tl.float32)
-                for stream in tl.static_range(M):
-                    if tau < TAPS[stream]:
-                        given += gradients[step * M + stream].to(tl.float32) * taps[FIRST[stream] + tau]
-                if tau > 0:
-                    given = tl.where(age >= tau, given, 0.0)
-                more_results = more_results + (results[tau] + given,)
-            results = more_results
-            summed = ()
-            for tap in tl.static_range(K):
-                total = tap_gradients[tap]
-                for stream in tl.static_range(M):
-                    for tau in tl.static_range(MOST):
-                        if FIRST[stream] + tau == tap:
-                            if tau < TAPS[stream]:
-                                value = earlier[tau]
-                                if tau > 0:
-                                    value = tl.where(age >= tau, value, 0.0)
-                                total += gradients[step * M + stream].to(tl.float32) * own * value
-                summed = summed + (total,)
-            tap_gradients = summed
-            finished = token - (MOST - 1)
-            mask = (finished >= first) & (finished < last) & always
-            out_ptr = result_ptr + finished * D + column
-            result = results[MOST - 1]
-            if ADD:
-                result += tl.load(out_ptr, mask=mask, other=0.0)
-            tl.store(out_ptr, narrow(result, result_ptr.dtype.element_ty), mask=mask)
-            earlier = earlier[: MOST - 1]
-            results = results[: MOST - 1]
+        earlier = earlier + (tl.load(source_ptr - tau * D, mask=first >= tau, other=0.0).to(tl.float32),)
+        results = results + (zero,)
+    whole = length // TOGETHER * TOGETHER
+    if whole > 0:
+        rows = load_rows(source_ptr, AHEAD, D)
+        gradient_rows = _load_gradients(stream_gradient_ptr, line, AHEAD, M, D)
+        age = tl.load(age_ptr + TOGETHER - 1)
+        for start in range(0, whole, TOGETHER):
+            newest = age
+            # Memory answers while tokens are computed; the last group asks for itself, so that loads need no mask.
+            following = tl.minimum(start + TOGETHER, whole - TOGETHER)
+            age = tl.load(age_ptr + following + TOGETHER - 1)
+            if newest >= MOST + TOGETHER - 2:  # no document begins near: ages grow by one within it
+                rows, gradient_rows, earlier, results, tap_gradients = _fold_group(
+                    rows, gradient_rows, earlier, results, taps, tap_gradients,
+                    source_ptr, stream_gradient_ptr, age_ptr, result_ptr, line, start, following,
+                    ADD, False, TAPS, FIRST, MOST, K, M, D, TOGETHER, AHEAD,
+                )  # fmt: skip
+            else:
+                rows, gradient_rows, earlier, results, tap_gradients = _fold_group(
+                    rows, gradient_rows, earlier, results, taps, tap_gradients,
+                    source_ptr, stream_gradient_ptr, age_ptr, result_ptr, line, start, following,
+                    ADD, True, TAPS, FIRST, MOST, K, M, D, TOGETHER, AHEAD,
+                )  # fmt: skip
+    for token in range(whole, length):
+        offset = tl.cast(token, tl.int64) * D
+        before = ()
+        if ADD:
+            before = _load_results(result_ptr + offset, token, 1, MOST, D)
+        earlier, results, tap_gradients, finished = _fold_tokens(
+            load_rows(source_ptr + offset, 1, D), _load_gradients(stream_gradient_ptr + offset, line, 1, M, D),
+            earlier, results, taps, tap_gradients, age_ptr + token, True, 1, TAPS, FIRST, MOST, K, M,
+        )  # fmt: skip
+        _store_results(result_ptr + offset, token, finished, before, ADD, 1, MOST, D)
     for tap in tl.static_range(K):
-        tl.store(tap_gradient_ptr + (split * K + tap) * D + column, tap_gradients[tap])
+        tl.store(tap_gradient_ptr + (tl.cast(split, tl.int64) * K + tap) * D + column, tap_gradients[tap])
+    # The gradients of the last tokens are whole when the longest kernel has passed them. Tokens beyond the span give
+    # their kernels' gradients elsewhere. Their loads are in flight together, ahead of the stores.
+    ages = ()
+    gradients = ()
+    before = ()
+    offset = tl.cast(length, tl.int64) * D
+    for beyond in tl.static_range(MOST - 1):
+        inside = first + length + beyond < num_tokens
+        ages = ages + (tl.load(age_ptr + length + beyond, mask=inside, other=0),)
+        for stream in tl.static_range(M):
+            row_ptr = stream_gradient_ptr + stream * line + offset + beyond * D
+            gradients = gradients + (tl.load(row_ptr, mask=inside, other=0.0),)
+    if ADD:
+        before = _load_results(result_ptr + offset, length, MOST - 1, MOST, D)
+    finished = _fold_beyond(gradients, results, taps, ages, TAPS, FIRST, MOST, M)
+    _store_results(result_ptr + offset, length, finished, before, ADD, MOST - 1, MOST, D)
 
 
 def fold(
@@ -117,9 +285,10 @@ def fold(
     """Write, or add to float32, the gradient of a source; return those of its kernels' taps by span, ``(G, K, D)``."""
     _, num_tokens, width = stream_gradient_MTD.shape
     sides = tile(_FOLD, width)
-    spans = num_spans(num_tokens, width // sides["COLUMNS"])
+    programs = width // sides["COLUMNS"]
+    span, spans = whole_spans(num_tokens, num_spans(num_tokens, programs, sides.pop("RESIDENT")), sides["TOGETHER"])
     tap_gradient = streams.tap_QKD.new_empty((spans, *streams.tap_QKD.shape[1:]))
-    _fold_kernel[(width // sides["COLUMNS"], spans)](
+    _fold_kernel[(programs, spans)](
         source_TD,
         stream_gradient_MTD,
         streams.tap_QKD,
@@ -128,7 +297,7 @@ def fold(
         tap_gradient,
         owner,
         num_tokens,
-        triton.cdiv(num_tokens, spans),
+        span,
         streams.tap_QKD.stride(0),
         ADD=add,
         D=width,

@@ -29,9 +29,59 @@ from scaling.errors import KernelError
 from scaling.kernels.tile import dot, is_exact, narrow
 
 MAX_SOURCES = 128  # of a site: their logits share a tile
-# Sides of tiles and warps, as they measured best; columns at most.
-_EXPAND = {"TOGETHER": 8, "COLUMNS": 64, "num_warps": 1}
+# Sides of tiles and warps; columns at most; RESIDENT: programs that fit a multiprocessor, by their registers.
+_EXPAND = {"TOGETHER": 8, "COLUMNS": 64, "num_warps": 1, "RESIDENT": 16}
 _SCORE = {"TOKENS": 64, "COLUMNS": 64, "num_warps": 4, "STAGES": 3}
+
+
+@triton.jit
+def load_rows(ptr, COUNT: tl.constexpr, D: tl.constexpr):
+    """Load the rows of ``COUNT`` tokens from one on, as they are in memory."""
+    rows = ()
+    for step in tl.static_range(COUNT):
+        rows = rows + (tl.load(ptr + step * D),)
+    return rows
+
+
+@triton.jit
+def _expand_tokens(
+    rows,  # of COUNT tokens
+    ring,  # the values of the tokens before, the newest first
+    taps,
+    age_ptr,
+    out_ptr,
+    line,
+    MASKED: tl.constexpr,
+    COUNT: tl.constexpr,
+    TAPS: tl.constexpr,
+    FIRST: tl.constexpr,
+    MOST: tl.constexpr,
+    M: tl.constexpr,
+    D: tl.constexpr,
+):
+    """Write the streams of ``COUNT`` tokens, which look at no other document if ``MASKED``, else as far as they can."""
+    for step in tl.static_range(COUNT):
+        window = (rows[step].to(tl.float32),) + ring
+        if MASKED:
+            age = tl.load(age_ptr + step)
+        streams = ()
+        for _ in tl.static_range(M):
+            streams = streams + (tl.zeros(rows[0].shape, tl.float32),)
+        for tau in tl.static_range(MOST):
+            value = window[tau]
+            if MASKED and tau > 0:
+                value = tl.where(age >= tau, value, 0.0)
+            more = ()
+            for stream in tl.static_range(M):
+                if tau < TAPS[stream]:
+                    more = more + (streams[stream] + value * taps[FIRST[stream] + tau],)
+                else:
+                    more = more + (streams[stream],)
+            streams = more
+        for stream in tl.static_range(M):
+            tl.store(out_ptr + stream * line + step * D, narrow(streams[stream], out_ptr.dtype.scalar.element_ty))
+        ring = window[: MOST - 1]
+    return ring
 
 
 @triton.jit(do_not_specialize=["owner", "num_tokens", "span"])
@@ -54,45 +104,44 @@ def _expand_kernel(
     COLUMNS: tl.constexpr,
 ):
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    first = tl.program_id(1).to(tl.int64) * span
-    last = tl.minimum(first + span, num_tokens)
+    first = tl.program_id(1) * span
+    length = tl.minimum(span, num_tokens - first)
     line = tl.cast(num_tokens, tl.int64) * D
-    taps = ()
-    for tap in tl.static_range(K):
-        taps = taps + (tl.load(tap_ptr + tl.cast(owner, tl.int64) * owner_stride + tap * D + column),)
+    source_ptr += tl.cast(first, tl.int64) * D + column
+    stream_ptr += tl.cast(first, tl.int64) * D + column
+    age_ptr += first
+    tap_ptr += tl.cast(owner, tl.int64) * owner_stride + column
+    taps = load_rows(tap_ptr, K, D)
     ring = ()  # the values of the last tokens, the newest first
     for tau in tl.static_range(1, MOST):
-        earlier = first - tau
-        inside = (earlier >= 0) & (column < D)
-        ring = ring + (tl.load(source_ptr + earlier * D + column, mask=inside, other=0.0).to(tl.float32),)
-    for start in range(first, last, TOGETHER):
-        values = ()
-        for step in tl.static_range(TOGETHER):  # their loads are in flight together
-            inside = (start + step < last) & (column < D)
-            values = values + (tl.load(source_ptr + (start + step) * D + column, mask=inside, other=0.0),)
-        for step in tl.static_range(TOGETHER):
-            token = start + step
-            age = tl.load(age_ptr + token, mask=token < last, other=0)
-            ring = (values[step].to(tl.float32),) + ring
-            streams = ()
-            for _ in tl.static_range(M):
-                streams = streams + (tl.zeros([COLUMNS], tl.float32),)
-            for tau in tl.static_range(MOST):
-                value = ring[tau]
-                if tau > 0:
-                    value = tl.where(age >= tau, value, 0.0)
-                more = ()
-                for stream in tl.static_range(M):
-                    if tau < TAPS[stream]:
-                        more = more + (streams[stream] + value * taps[FIRST[stream] + tau],)
-                    else:
-                        more = more + (streams[stream],)
-                streams = more
-            for stream in tl.static_range(M):
-                out_ptr = stream_ptr + stream * line + token * D + column
-                mask = (token < last) & (column < D)
-                tl.store(out_ptr, narrow(streams[stream], stream_ptr.dtype.element_ty), mask=mask)
-            ring = ring[: MOST - 1]
+        ring = ring + (tl.load(source_ptr - tau * D, mask=first >= tau, other=0.0).to(tl.float32),)
+    whole = length // TOGETHER * TOGETHER
+    if whole > 0:
+        rows = load_rows(source_ptr, TOGETHER, D)
+        age = tl.load(age_ptr + TOGETHER - 1)
+        for start in range(0, whole, TOGETHER):
+            values = rows
+            newest = age
+            # Memory answers while this group is computed; the last group asks for itself, so that loads need no mask.
+            following = tl.minimum(start + TOGETHER, whole - TOGETHER)
+            rows = load_rows(source_ptr + tl.cast(following, tl.int64) * D, TOGETHER, D)
+            age = tl.load(age_ptr + following + TOGETHER - 1)
+            out_ptr = stream_ptr + tl.cast(start, tl.int64) * D
+            due_ptr = age_ptr + start
+            if newest >= MOST + TOGETHER - 2:  # no document begins near: within it, ages grow by one
+                ring = _expand_tokens(
+                    values, ring, taps, due_ptr, out_ptr, line, False, TOGETHER, TAPS, FIRST, MOST, M, D
+                )
+            else:
+                ring = _expand_tokens(
+                    values, ring, taps, due_ptr, out_ptr, line, True, TOGETHER, TAPS, FIRST, MOST, M, D
+                )
+    for token in range(whole, length):
+        offset = tl.cast(token, tl.int64) * D
+        ring = _expand_tokens(
+            load_rows(source_ptr + offset, 1, D), ring, taps, age_ptr + token, stream_ptr + offset, line,
+            True, 1, TAPS, FIRST, MOST, M, D,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["source_row", "first_site", "num_sites", "num_tokens", "num_pairs"])
@@ -204,14 +253,24 @@ def chunk(width: int, most: int = 256) -> int:
     return min(most, width & -width)
 
 
-def num_spans(num_tokens: int, programs: int) -> int:
+def num_spans(num_tokens: int, programs: int, resident: int) -> int:
     """Spans of tokens that one program walks, none empty, where a span has so many programs.
 
-    A span is at least eight times as long as the longest kernel of the defaults; sixteen programs for each of an
-    H200's 132 multiprocessors.
+    As many as an H200's 132 multiprocessors hold at once, so that none waits for others; a span is at least eight times
+    as long as the longest kernel of the defaults.
     """
-    wanted = max(1, min(triton.cdiv(2112, programs), triton.cdiv(num_tokens, 96)))
+    wanted = max(1, min(132 * resident // programs, triton.cdiv(num_tokens, 96)))
     return int(triton.cdiv(num_tokens, triton.cdiv(num_tokens, wanted)))
+
+
+def whole_spans(num_tokens: int, spans: int, together: int) -> tuple[int, int]:
+    """Tokens of a span, whole groups of ``together``, and how many spans that takes.
+
+    >>> whole_spans(16384, 66, 12), whole_spans(5, 4, 8)
+    ((252, 66), (8, 1))
+    """
+    span = triton.cdiv(triton.cdiv(num_tokens, spans), together) * together
+    return span, triton.cdiv(num_tokens, span)
 
 
 def tile(sides: dict[str, int], width: int) -> dict[str, int]:
@@ -223,15 +282,16 @@ def expand(streams: Streams, source_TD: Tensor, stream_MTD: Tensor, *, owner: in
     """Write one source's streams."""
     _, num_tokens, width = stream_MTD.shape
     sides = tile(_EXPAND, width)
-    spans = num_spans(num_tokens, width // sides["COLUMNS"])
-    _expand_kernel[(width // sides["COLUMNS"], spans)](
+    programs = width // sides["COLUMNS"]
+    span, spans = whole_spans(num_tokens, num_spans(num_tokens, programs, sides.pop("RESIDENT")), sides["TOGETHER"])
+    _expand_kernel[(programs, spans)](
         source_TD,
         streams.tap_QKD,
         streams.age_T,
         stream_MTD,
         owner,
         num_tokens,
-        triton.cdiv(num_tokens, spans),
+        span,
         streams.tap_QKD.stride(0),
         D=width,
         **sides,
