@@ -1,6 +1,6 @@
 """Backward kernel of multi-stream routing (msar): gradients of streams become those of their source and of the kernels.
 
-The transpose of :func:`scaling.kernels.streams.expand`: ``dv_t = sum over j, tau of c_(j,tau) dX_(j,t+tau)`` and
+The transpose of :func:`scaling.kernels.stream_expand.expand`: ``dv_t = sum over j, tau of c_(j,tau) dX_(j,t+tau)`` and
 ``dc_(j,tau) = sum_t dX_(j,t+tau) v_t``, within a document.
 
 Shape legend: as in :mod:`scaling.kernels.streams`.
@@ -15,7 +15,7 @@ from torch import Tensor
 from scaling.kernels.streams import Streams, load_rows, num_spans, tile, whole_spans
 from scaling.kernels.tile import narrow
 
-# As in :mod:`scaling.kernels.streams`. With as many tokens TOGETHER as the longest kernel of the defaults has taps,
+# As in :mod:`scaling.kernels.stream_expand`. With as many tokens TOGETHER as the longest default kernel has taps,
 # what a group leaves for the next is in its registers already. AHEAD, which divides it: tokens asked for beforehand.
 _FOLD = {"TOGETHER": 12, "AHEAD": 4, "COLUMNS": 64, "num_warps": 1, "RESIDENT": 8}
 

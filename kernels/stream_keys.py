@@ -17,7 +17,7 @@ from torch import Tensor
 from scaling.kernels.streams import tile
 from scaling.kernels.tile import dot, is_exact, narrow
 
-_KEYS = {"TOKENS": 32, "COLUMNS": 128, "num_warps": 4, "STAGES": 3}
+_KEYS = {"TOKENS": 16, "COLUMNS": 256, "num_warps": 4, "STAGES": 4}
 
 
 @triton.jit(do_not_specialize=["num_rows", "span"])

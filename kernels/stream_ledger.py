@@ -19,12 +19,13 @@ import triton
 from torch import Tensor
 
 from scaling.kernels.schedule import Order
+from scaling.kernels.stream_expand import expand, score
 from scaling.kernels.stream_fold import fold
 from scaling.kernels.stream_gather import MAX_SITES, gather
 from scaling.kernels.stream_keys import keys
 from scaling.kernels.stream_mix import blend, mix
 from scaling.kernels.stream_turn import turn
-from scaling.kernels.streams import Phase, Streams, chunk, expand, score
+from scaling.kernels.streams import Phase, Streams, chunk
 
 Scope = Literal["source", "global", "site"]
 _GATHERED_ROWS = 8  # sources whose streams' gradients are in memory at a time

@@ -19,7 +19,7 @@ from scaling.kernels.streams import Phase, tile
 from scaling.kernels.tile import narrow
 
 _MIX = {"COLUMNS": 512, "STAGES": 3, "num_warps": 1}
-_BLEND = {"tokens": 1, "per_warp": 256}
+_BLEND = {"tokens": 1, "per_warp": 512}
 
 
 @triton.jit(do_not_specialize=["num_rows", "first_site", "first_base", "first_pairs", "num_tokens", "num_pairs"])

@@ -16,13 +16,14 @@ import torch
 import triton
 
 from scaling.kernels.decoder import Shape
+from scaling.kernels.stream_expand import expand, score
 from scaling.kernels.stream_fold import fold
 from scaling.kernels.stream_gather import MAX_SITES, gather
 from scaling.kernels.stream_keys import keys
 from scaling.kernels.stream_ledger import num_splits
 from scaling.kernels.stream_mix import blend, mix
 from scaling.kernels.stream_turn import turn
-from scaling.kernels.streams import Phase, Streams, ages, chunk, expand, score
+from scaling.kernels.streams import Phase, Streams, ages, chunk
 
 _TAPS = (1, 4, 8, 12)  # msar's default
 _ROWS = 8  # finished sources at the last of eight blocks

@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from scaling.kernels import stream_fold, streams
+from scaling.kernels import stream_expand, stream_fold
+from scaling.kernels.stream_expand import expand
 from scaling.kernels.stream_fold import fold
-from scaling.kernels.streams import Streams, ages, expand
+from scaling.kernels.streams import Streams, ages
 from scaling.models.residual.convolution import causal_convolution
 
 TOLERANCE = {torch.float32: 3e-6, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}  # of the largest value
@@ -57,9 +58,9 @@ def test_against_float64(
     made, source_TD, result_TD, gradient_MTD, document_BT = draw(
         device, taps=taps, first=first, batch=batch, time=time, width=width, starts=starts, dtype=dtype
     )
-    for module in (streams, stream_fold):
+    for module in (stream_expand, stream_fold):
         monkeypatch.setattr(module, "num_spans", lambda *_: spans)
-    monkeypatch.setitem(streams._EXPAND, "TOGETHER", 4)
+    monkeypatch.setitem(stream_expand._EXPAND, "TOGETHER", 4)
     monkeypatch.setitem(stream_fold._FOLD, "TOGETHER", 4)
     monkeypatch.setitem(stream_fold._FOLD, "AHEAD", 2)
     source = source_TD.double().requires_grad_()

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from scaling.errors import KernelError
-from scaling.kernels import stream_fold, stream_ledger, streams
+from scaling.kernels import stream_expand, stream_fold, stream_ledger
 from scaling.kernels.reference import rms_factor
 from scaling.kernels.stream_bank import StreamBank
 from scaling.kernels.stream_gather import gather
@@ -248,7 +248,7 @@ def test_splits_and_determinism(device: torch.device, monkeypatch: pytest.Monkey
     runs = []
     for splits in (1, 3, 3):
         monkeypatch.setattr(stream_ledger, "num_splits", lambda *_, splits=splits: splits)
-        for module in (streams, stream_fold):
+        for module in (stream_expand, stream_fold):
             monkeypatch.setattr(module, "num_spans", lambda *_, splits=splits: splits)
         runs.append(run(*drawn, None, fused=True, kernels=1, **options))
     for one, three, again in zip(*runs, strict=True):
