@@ -16,7 +16,7 @@ from scaling.kernels.streams import Streams, load_rows, num_spans, tile, whole_s
 from scaling.kernels.tile import dot, is_exact, narrow
 
 # Sides of tiles and warps; columns at most; RESIDENT: programs that fit a multiprocessor, by their registers.
-_EXPAND = {"TOGETHER": 8, "COLUMNS": 64, "num_warps": 1, "RESIDENT": 16}
+_EXPAND = {"TOGETHER": 4, "COLUMNS": 128, "num_warps": 1, "RESIDENT": 8}
 _SCORE = {"TOKENS": 64, "COLUMNS": 64, "num_warps": 4, "STAGES": 3}
 
 
@@ -105,7 +105,7 @@ def _expand_kernel(
             age = tl.load(age_ptr + following + TOGETHER - 1)
             out_ptr = stream_ptr + tl.cast(start, tl.int64) * D
             due_ptr = age_ptr + start
-            if newest >= MOST + TOGETHER - 2:  # no document begins near: within it, ages grow by one
+            if MOST == 1 or newest >= MOST + TOGETHER - 2:  # no document begins near: within it, ages grow by one
                 ring = _expand_tokens(
                     values, ring, taps, due_ptr, out_ptr, line, False, TOGETHER, TAPS, FIRST, MOST, M, D
                 )

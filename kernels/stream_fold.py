@@ -17,7 +17,7 @@ from scaling.kernels.tile import narrow
 
 # As in :mod:`scaling.kernels.stream_expand`. With as many tokens TOGETHER as the longest default kernel has taps,
 # what a group leaves for the next is in its registers already. AHEAD, which divides it: tokens asked for beforehand.
-_FOLD = {"TOGETHER": 12, "AHEAD": 4, "COLUMNS": 64, "num_warps": 1, "RESIDENT": 8}
+_FOLD = {"TOGETHER": 8, "AHEAD": 4, "COLUMNS": 64, "num_warps": 1, "RESIDENT": 8}
 
 
 @triton.jit
@@ -47,7 +47,7 @@ def _fold_tokens(
     results,  # their gradients so far
     taps,
     tap_gradients,
-    age_ptr,  # of the first of them
+    age,  # of the one token if MASKED
     MASKED: tl.constexpr,
     COUNT: tl.constexpr,
     TAPS: tl.constexpr,
@@ -56,7 +56,7 @@ def _fold_tokens(
     K: tl.constexpr,
     M: tl.constexpr,
 ):
-    """Add what ``COUNT`` tokens give: to those of their documents if ``MASKED``, else to all; return what is whole."""
+    """Add what ``COUNT`` tokens give: to those of its document if ``MASKED``, else to all; return what is whole."""
     finished = ()
     for step in tl.static_range(COUNT):
         earlier = (values[step].to(tl.float32),) + earlier
@@ -64,8 +64,6 @@ def _fold_tokens(
         given = ()
         for stream in tl.static_range(M):
             given = given + (gradients[step * M + stream].to(tl.float32),)
-        if MASKED:
-            age = tl.load(age_ptr + step)
         more = ()
         for tau in tl.static_range(MOST):
             result = results[tau]
@@ -119,13 +117,11 @@ def _fold_group(
     tap_gradients,
     source_ptr,
     gradient_ptr,
-    age_ptr,
     result_ptr,
     line,
     start,
     following,
     ADD: tl.constexpr,
-    MASKED: tl.constexpr,
     TAPS: tl.constexpr,
     FIRST: tl.constexpr,
     MOST: tl.constexpr,
@@ -135,7 +131,7 @@ def _fold_group(
     TOGETHER: tl.constexpr,
     AHEAD: tl.constexpr,
 ):
-    """Take a group of tokens, ask for the first rows of the ``following``, and store the results that are whole."""
+    """Take a group of tokens of one document, ask for the first rows of the ``following``, store what is whole."""
     for part in tl.static_range(0, TOGETHER, AHEAD):
         values = rows
         gradients = gradient_rows
@@ -151,11 +147,44 @@ def _fold_group(
         if ADD:
             before = _load_results(result_ptr + offset, token, AHEAD, MOST, D)
         earlier, results, tap_gradients, finished = _fold_tokens(
-            values, gradients, earlier, results, taps, tap_gradients, age_ptr + token,
-            MASKED, AHEAD, TAPS, FIRST, MOST, K, M,
-        )  # fmt: skip
+            values, gradients, earlier, results, taps, tap_gradients, 0, False, AHEAD, TAPS, FIRST, MOST, K, M
+        )
         _store_results(result_ptr + offset, token, finished, before, ADD, AHEAD, MOST, D)
     return rows, gradient_rows, earlier, results, tap_gradients
+
+
+@triton.jit
+def _fold_token(
+    earlier,
+    results,
+    taps,
+    tap_gradients,
+    source_ptr,
+    gradient_ptr,
+    age_ptr,
+    result_ptr,
+    line,
+    token,
+    ADD: tl.constexpr,
+    TAPS: tl.constexpr,
+    FIRST: tl.constexpr,
+    MOST: tl.constexpr,
+    K: tl.constexpr,
+    M: tl.constexpr,
+    D: tl.constexpr,
+):
+    """Take a token that may be near its document's start: rare, so that a loop of these keeps the code short."""
+    offset = tl.cast(token, tl.int64) * D
+    before = ()
+    if ADD:
+        before = _load_results(result_ptr + offset, token, 1, MOST, D)
+    rows, gradients = load_rows(source_ptr + offset, 1, D), _load_gradients(gradient_ptr + offset, line, 1, M, D)
+    age = tl.load(age_ptr + token)
+    earlier, results, tap_gradients, finished = _fold_tokens(
+        rows, gradients, earlier, results, taps, tap_gradients, age, True, 1, TAPS, FIRST, MOST, K, M
+    )
+    _store_results(result_ptr + offset, token, finished, before, ADD, 1, MOST, D)
+    return earlier, results, tap_gradients
 
 
 @triton.jit
@@ -237,28 +266,28 @@ def _fold_kernel(
             # Memory answers while tokens are computed; the last group asks for itself, so that loads need no mask.
             following = tl.minimum(start + TOGETHER, whole - TOGETHER)
             age = tl.load(age_ptr + following + TOGETHER - 1)
-            if newest >= MOST + TOGETHER - 2:  # no document begins near: ages grow by one within it
+            if MOST == 1 or newest >= MOST + TOGETHER - 2:  # no document begins near: ages grow by one within it
                 rows, gradient_rows, earlier, results, tap_gradients = _fold_group(
                     rows, gradient_rows, earlier, results, taps, tap_gradients,
-                    source_ptr, stream_gradient_ptr, age_ptr, result_ptr, line, start, following,
-                    ADD, False, TAPS, FIRST, MOST, K, M, D, TOGETHER, AHEAD,
+                    source_ptr, stream_gradient_ptr, result_ptr, line, start, following,
+                    ADD, TAPS, FIRST, MOST, K, M, D, TOGETHER, AHEAD,
                 )  # fmt: skip
             else:
-                rows, gradient_rows, earlier, results, tap_gradients = _fold_group(
-                    rows, gradient_rows, earlier, results, taps, tap_gradients,
-                    source_ptr, stream_gradient_ptr, age_ptr, result_ptr, line, start, following,
-                    ADD, True, TAPS, FIRST, MOST, K, M, D, TOGETHER, AHEAD,
-                )  # fmt: skip
+                for token in range(start, start + TOGETHER):
+                    earlier, results, tap_gradients = _fold_token(
+                        earlier, results, taps, tap_gradients,
+                        source_ptr, stream_gradient_ptr, age_ptr, result_ptr, line, token,
+                        ADD, TAPS, FIRST, MOST, K, M, D,
+                    )  # fmt: skip
+                offset = tl.cast(following, tl.int64) * D
+                rows = load_rows(source_ptr + offset, AHEAD, D)
+                gradient_rows = _load_gradients(stream_gradient_ptr + offset, line, AHEAD, M, D)
     for token in range(whole, length):
-        offset = tl.cast(token, tl.int64) * D
-        before = ()
-        if ADD:
-            before = _load_results(result_ptr + offset, token, 1, MOST, D)
-        earlier, results, tap_gradients, finished = _fold_tokens(
-            load_rows(source_ptr + offset, 1, D), _load_gradients(stream_gradient_ptr + offset, line, 1, M, D),
-            earlier, results, taps, tap_gradients, age_ptr + token, True, 1, TAPS, FIRST, MOST, K, M,
+        earlier, results, tap_gradients = _fold_token(
+            earlier, results, taps, tap_gradients,
+            source_ptr, stream_gradient_ptr, age_ptr, result_ptr, line, token,
+            ADD, TAPS, FIRST, MOST, K, M, D,
         )  # fmt: skip
-        _store_results(result_ptr + offset, token, finished, before, ADD, 1, MOST, D)
     for tap in tl.static_range(K):
         tl.store(tap_gradient_ptr + (tl.cast(split, tl.int64) * K + tap) * D + column, tap_gradients[tap])
     # The gradients of the last tokens are whole when the longest kernel has passed them. Tokens beyond the span give

@@ -18,7 +18,7 @@ from scaling.kernels.stream_rows import added, read_row, repeated, row_sides, su
 from scaling.kernels.streams import Phase, tile
 from scaling.kernels.tile import narrow
 
-_MIX = {"COLUMNS": 512, "STAGES": 3, "num_warps": 1}
+_MIX = {"COLUMNS": 512, "STAGES": 4, "num_warps": 1}
 _BLEND = {"tokens": 1, "per_warp": 512}
 
 

@@ -34,7 +34,7 @@ CUDA = torch.cuda.is_available()
 ROOT = Path(__file__).resolve().parents[2]
 PARTS = {
     "bank": "test_bank.py test_dispatch.py test_products.py",
-    "streams": "test_streams.py",
+    "streams": "test_streams.py test_stream_fold.py",
     "hyper": "test_hyper.py",
     "models": "test_models.py test_joining.py",
 }
