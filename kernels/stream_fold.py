@@ -48,14 +48,9 @@ def _fold_tokens(
     taps,
     tap_gradients,
     age,  # of the one token if MASKED
-    MASKED: tl.constexpr,
-    COUNT: tl.constexpr,
-    TAPS: tl.constexpr,
-    FIRST: tl.constexpr,
-    MOST: tl.constexpr,
-    K: tl.constexpr,
-    M: tl.constexpr,
-):
+    MASKED: tl.constexpr, COUNT: tl.constexpr, TAPS: tl.constexpr, FIRST: tl.constexpr, MOST: tl.constexpr,
+    K: tl.constexpr, M: tl.constexpr,
+):  # fmt: skip
     """Add what ``COUNT`` tokens give: to those of its document if ``MASKED``, else to all; return what is whole."""
     finished = ()
     for step in tl.static_range(COUNT):
@@ -121,16 +116,9 @@ def _fold_group(
     line,
     start,
     following,
-    ADD: tl.constexpr,
-    TAPS: tl.constexpr,
-    FIRST: tl.constexpr,
-    MOST: tl.constexpr,
-    K: tl.constexpr,
-    M: tl.constexpr,
-    D: tl.constexpr,
-    TOGETHER: tl.constexpr,
-    AHEAD: tl.constexpr,
-):
+    ADD: tl.constexpr, TAPS: tl.constexpr, FIRST: tl.constexpr, MOST: tl.constexpr, K: tl.constexpr, M: tl.constexpr,
+    D: tl.constexpr, TOGETHER: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
     """Take a group of tokens of one document, ask for the first rows of the ``following``, store what is whole."""
     for part in tl.static_range(0, TOGETHER, AHEAD):
         values = rows
@@ -165,14 +153,9 @@ def _fold_token(
     result_ptr,
     line,
     token,
-    ADD: tl.constexpr,
-    TAPS: tl.constexpr,
-    FIRST: tl.constexpr,
-    MOST: tl.constexpr,
-    K: tl.constexpr,
-    M: tl.constexpr,
+    ADD: tl.constexpr, TAPS: tl.constexpr, FIRST: tl.constexpr, MOST: tl.constexpr, K: tl.constexpr, M: tl.constexpr,
     D: tl.constexpr,
-):
+):  # fmt: skip
     """Take a token that may be near its document's start: rare, so that a loop of these keeps the code short."""
     offset = tl.cast(token, tl.int64) * D
     before = ()
@@ -193,11 +176,8 @@ def _fold_beyond(
     results,  # (MOST - 1,) gradients so far of the last tokens of the span, the newest first
     taps,
     ages,
-    TAPS: tl.constexpr,
-    FIRST: tl.constexpr,
-    MOST: tl.constexpr,
-    M: tl.constexpr,
-):
+    TAPS: tl.constexpr, FIRST: tl.constexpr, MOST: tl.constexpr, M: tl.constexpr,
+):  # fmt: skip
     """Add what tokens beyond a span give to those within; return the results, the oldest first."""
     finished = ()
     for beyond in tl.static_range(MOST - 1):

@@ -7,7 +7,7 @@ After :mod:`scaling.kernels.stream_turn` has run for all sites of the phase, who
 :func:`gather` forms both sums on tensor cores, one stream of a few tokens a program. One side of a product is the
 tokens' sources, the other their sites: what one token's sources give with another's sites is computed and not used,
 which costs less than each token padded to 16. The width is walked twice, first for ``<Go, X>``, then for dX: streams
-and Go are read once from memory and once from cache, whatever the number of sources and sites.
+and Go are read twice, whatever the number of sources and sites.
 
 Shape legend: as in :mod:`scaling.kernels.streams`; W scalars of a token; R rows (token, source) and N lines (token,
 site), both padded; E parts of a chunk of the width, one a warp; C columns of a part.

@@ -1,7 +1,7 @@
 """The calls of multi-stream routing (msar) that ``scaling bench kernels`` times, with the bytes each must move.
 
 Part of :mod:`scaling.kernels.timed`, at the last full block of eight. Bytes count every tensor once: what a kernel
-reads again for each tap, or in a second pass over a token, comes from cache and is not counted.
+reads again for each tap, or in a second pass over a token, is not counted, wherever it comes from.
 
 Shape legend: as in :mod:`scaling.kernels.streams`.
 """

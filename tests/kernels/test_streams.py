@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from scaling.errors import KernelError
-from scaling.kernels import stream_expand, stream_fold, stream_ledger
+from scaling.kernels import stream_expand, stream_fold, stream_ledger, stream_mix, stream_turn
 from scaling.kernels.reference import rms_factor
 from scaling.kernels.stream_bank import StreamBank
 from scaling.kernels.stream_gather import gather
@@ -254,6 +254,14 @@ def test_splits_and_determinism(device: torch.device, monkeypatch: pytest.Monkey
     for one, three, again in zip(*runs, strict=True):
         assert float((one - three).abs().max() / one.abs().max().clamp_min(1e-30)) <= TOLERANCE
         assert torch.equal(three, again)
+
+
+@pytest.mark.parametrize("width", [48, 112])
+def test_tiles_of_other_sides(width: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two tokens a program of which the last is alone; a width of two parts, and one that is padded."""
+    for module, name in ((stream_mix, "_BLEND"), (stream_turn, "_TURN")):
+        monkeypatch.setattr(module, name, {"tokens": 2, "per_warp": 32})
+    compare(device, tokens=3, width=width, sites=2, streams=3, kernels=(2, 3))
 
 
 class Tiny(torch.nn.Module):
