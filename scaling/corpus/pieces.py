@@ -112,7 +112,7 @@ def read_piece(piece: Piece, columns: Columns, counts: Counter[str]) -> Iterator
     if first.kind == "parquet":
         yield from _read_parquet(first, piece.row_group or 0, columns, counts)
     elif first.kind == "jsonl":
-        yield from _read_lines(first, _bytes_of(piece), columns, counts)
+        yield from _read_lines(piece, columns, counts)
     elif piece.data is not None or piece.length is not None:
         yield from _read_text(_bytes_of(piece), first.source, counts)
     else:
@@ -182,8 +182,9 @@ def _read_text(data: bytes, source: str, counts: Counter[str]) -> Iterator[Docum
         counts[EMPTY] += 1
 
 
-def _read_lines(item: Input, data: bytes, columns: Columns, counts: Counter[str]) -> Iterator[Document]:
-    for line in data.split(b"\n"):
+def _read_lines(piece: Piece, columns: Columns, counts: Counter[str]) -> Iterator[Document]:
+    item = piece.inputs[0]
+    for index, line in enumerate(_bytes_of(piece).split(b"\n")):
         if not line.strip():
             continue
         try:
@@ -193,11 +194,25 @@ def _read_lines(item: Input, data: bytes, columns: Columns, counts: Counter[str]
             continue
         except ValueError as error:
             raise DataError(
-                f"{item.path}: a line is not JSON ({error}): {line[:60]!r}...; repair or remove it"
+                f"{item.path}: line {_lines_before(piece) + index + 1} is not JSON ({error}): {line[:60]!r}...; "
+                "repair or remove it"
             ) from None
         if not isinstance(record, dict):
-            raise DataError(f"{item.path}: a line holds {type(record).__name__}, not an object: {line[:60]!r}...")
+            raise DataError(
+                f"{item.path}: line {_lines_before(piece) + index + 1} holds {type(record).__name__}, not an object: "
+                f"{line[:60]!r}...; repair or remove it"
+            )
         yield from _record(item, record, columns, counts)
+
+
+def _lines_before(piece: Piece) -> int:
+    """Lines of the file before the piece, counted anew: only an error asks for them."""
+    count = 0
+    for cut in Feed(number=0, inputs=piece.inputs).pieces():
+        if cut.name.rpartition("-")[2] == piece.name.rpartition("-")[2]:
+            break
+        count += _bytes_of(cut).count(b"\n")
+    return count
 
 
 def _record(item: Input, record: dict[str, Any], columns: Columns, counts: Counter[str]) -> Iterator[Document]:

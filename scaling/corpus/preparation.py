@@ -26,10 +26,10 @@ from scaling.corpus.inputs import Input, find_inputs
 from scaling.corpus.layout import lay_out
 from scaling.corpus.pieces import Columns, Feed, Piece, feeds
 from scaling.corpus.shards import SHARD_BYTES, Folder, batches, write_through
-from scaling.corpus.tokenizer import ByteEncoder, Encoder, load_tokenizer, train_bpe
+from scaling.corpus.tokenizer import BYTES, ByteEncoder, Encoder, load_tokenizer, train_bpe
 from scaling.corpus.training_sample import sample_texts
 from scaling.corpus.workers import Task, tokenize
-from scaling.errors import DataError
+from scaling.errors import DataError, UsageError
 from scaling.tokens import META, VERSION, TokenStore, read_meta
 
 logger = logging.getLogger(__name__)
@@ -54,13 +54,15 @@ class Options:
 
     def __post_init__(self) -> None:
         if not 0 <= self.held_out_fraction < 1:
-            raise DataError(f"held_out_fraction={self.held_out_fraction} is outside 0..1 (1 excluded)")
+            raise UsageError(f"held_out_fraction={self.held_out_fraction} is outside 0..1 (1 excluded)")
         if self.near_duplicates is not None and not 0.5 <= self.near_duplicates <= 1:
-            raise DataError(f"near_duplicates={self.near_duplicates}: a similarity from 0.5 to 1 is allowed")
+            raise UsageError(f"near_duplicates={self.near_duplicates}: a similarity from 0.5 to 1 is allowed")
         if self.near_duplicates is not None and not self.drop_duplicates:
-            raise DataError("near_duplicates: near duplicates cannot be dropped while exact ones are kept")
+            raise UsageError("near_duplicates: near duplicates cannot be dropped while exact ones are kept")
         if self.tokenizer is not None and self.vocab_size is not None:
-            raise DataError("vocab_size and tokenizer: give one of them; a tokenizer brings its own vocabulary")
+            raise UsageError("vocab_size and tokenizer: give one of them; a tokenizer brings its own vocabulary")
+        if self.vocab_size is not None and self.vocab_size < BYTES + 1:
+            raise UsageError(f"vocab_size={self.vocab_size}: a byte-level vocabulary needs at least {BYTES + 1}")
 
 
 def prepare(
@@ -110,6 +112,8 @@ def prepare(
 
     Raises
     ------
+    UsageError
+        If an option is out of range or two do not go together.
     DataError
         If the sources cannot be read or are too small, ``out`` holds another store, or the disk is full or read-only.
     """

@@ -16,8 +16,8 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
-from scaling.corpus import Document, prepare
-from scaling.errors import DataError
+from scaling.corpus import Document, pieces, prepare
+from scaling.errors import DataError, UsageError
 from scaling.tokens import TokenStore
 
 Make = Callable[..., list[Document]]
@@ -55,8 +55,24 @@ def test_a_damaged_packed_file_is_named(tmp_path: Path, ending: str, damage: str
 
 def test_damage_is_named_also_from_a_worker(tmp_path: Path) -> None:
     (tmp_path / "bad.jsonl").write_text('{"text": "good"}\n{"text": \n')
-    with pytest.raises(DataError, match=r"bad\.jsonl: a line is not JSON"):
+    with pytest.raises(DataError, match=r"bad\.jsonl: line 2 is not JSON"):
         prepare([tmp_path / "bad.jsonl", tmp_path / "bad.jsonl"], tmp_path / "s", workers=2)
+
+
+@pytest.mark.parametrize("ending", ["", ".gz"])
+@pytest.mark.parametrize(("bad", "what"), [("{", "is not JSON"), ("[1]", "holds list, not an object")])
+def test_a_bad_line_is_named_by_number(
+    tmp_path: Path, ending: str, bad: str, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the file is read in pieces, packed or not; blank lines count."""
+    monkeypatch.setattr(pieces, "PIECE_BYTES", 40)
+    lines = [f'{{"text": "number {number}"}}' for number in range(20)]
+    lines[3], lines[16] = "", bad
+    path = tmp_path / f"bad.jsonl{ending}"
+    text = "\n".join(lines).encode()
+    path.write_bytes(PACK["gz"](text) if ending else text)
+    with pytest.raises(DataError, match=rf"bad\.jsonl{ending}: line 17 {what}.*; repair or remove it"):
+        prepare([path], tmp_path / "s")
 
 
 @pytest.mark.parametrize("form", ["jsonl", "parquet"])
@@ -77,7 +93,7 @@ def test_a_missing_column_lists_those_there(tmp_path: Path, form: str) -> None:
 
 def test_lines_that_are_not_records(tmp_path: Path) -> None:
     (tmp_path / "list.jsonl").write_text("[1]\n")
-    with pytest.raises(DataError, match=r"list\.jsonl: a line holds list, not an object"):
+    with pytest.raises(DataError, match=r"list\.jsonl: line 1 holds list, not an object"):
         prepare([tmp_path / "list.jsonl"], tmp_path / "s")
 
 
@@ -121,13 +137,16 @@ def test_a_corpus_too_small_to_split(tmp_path: Path) -> None:
 
 def test_options_that_contradict(tmp_path: Path) -> None:
     document = [Document("x", "a")]
-    with pytest.raises(DataError, match="vocab_size and tokenizer: give one of them"):
+    with pytest.raises(UsageError, match="a byte-level vocabulary needs at least 257"):
+        prepare(document, tmp_path / "s", vocab_size=100)
+    assert not list(tmp_path.iterdir())  # refused before anything is written
+    with pytest.raises(UsageError, match="vocab_size and tokenizer: give one of them"):
         prepare(document, tmp_path / "s", vocab_size=300, tokenizer="t.json")
-    with pytest.raises(DataError, match=r"held_out_fraction=1.0 is outside 0..1"):
+    with pytest.raises(UsageError, match=r"held_out_fraction=1.0 is outside 0..1"):
         prepare(document, tmp_path / "s", held_out_fraction=1.0)
-    with pytest.raises(DataError, match=r"near_duplicates=0.3: a similarity from 0.5 to 1 is allowed"):
+    with pytest.raises(UsageError, match=r"near_duplicates=0.3: a similarity from 0.5 to 1 is allowed"):
         prepare(document, tmp_path / "s", near_duplicates=0.3)
-    with pytest.raises(DataError, match="near duplicates cannot be dropped while exact ones are kept"):
+    with pytest.raises(UsageError, match="near duplicates cannot be dropped while exact ones are kept"):
         prepare(document, tmp_path / "s", near_duplicates=0.8, drop_duplicates=False)
 
 
