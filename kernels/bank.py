@@ -14,7 +14,7 @@ from torch import Tensor
 
 from scaling.errors import KernelError
 from scaling.kernels import operators as operators  # registers what torch.ops.isoloss calls
-from scaling.kernels.schedule import Plan, grouping
+from scaling.kernels.schedule import Plan, check_source, grouping
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _MAX_SITES = 512
@@ -62,12 +62,17 @@ class SourceBank:
         per_head: bool = False,
     ) -> None:
         queries, width = query_SD.shape
-        num_sites = queries // readers
-        if width % heads or width % 16 or source_TD.shape[-1] != width:
+        if heads < 1 or width % heads or width % 16 or source_TD.shape[-1] != width:
             raise KernelError(
                 f"source bank: width {source_TD.shape[-1]} with queries of {width} and {heads} heads; the width must "
                 "be the queries', a multiple of 16 and of the heads; choose other heads"
             )
+        if readers < 1 or queries % readers or not source_TD.numel():
+            raise KernelError(
+                f"source bank: {queries} queries of {readers} readers for sources of shape {tuple(source_TD.shape)}; "
+                "allowed are as many queries for every site, and one token at least; hand in other sizes"
+            )
+        num_sites = queries // readers
         if source_TD.dtype not in _DTYPES or num_sites > _MAX_SITES:
             raise KernelError(
                 f"source bank: {source_TD.dtype} with {num_sites} sites; allowed are float32, bfloat16, float16 and up "
@@ -120,6 +125,12 @@ class SourceBank:
         silent: bool = False,
         with_lse: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor]:
+        check_source("source bank", source_BTD, self._bank)
+        if gain_D is not None and gain_D.shape != self._bank.shape[-1:]:
+            raise KernelError(
+                f"source bank: a gain of shape {tuple(gain_D.shape)}; needed is ({self._bank.shape[-1]},); hand in the "
+                "gain of the sublayer's norm"
+            )
         source_TD = source_BTD.flatten(0, -2).to(self._bank.dtype)
         self._token, mixed, normed_TD, _, lse_TH = torch.ops.isoloss.bank_site(
             self._token, source_TD, self._bank, self._factor, self._lse, self._query, gain_D,

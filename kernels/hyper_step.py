@@ -43,9 +43,9 @@ class HyperStreams:
 
     def __init__(self, embedding_BTD: Tensor, streams: int) -> None:
         width = embedding_BTD.shape[-1]
-        if width % 16 or embedding_BTD.dtype not in _DTYPES or streams > _MAX_STREAMS:
+        if width % 16 or embedding_BTD.dtype not in _DTYPES or not 1 <= streams <= _MAX_STREAMS:
             raise KernelError(
-                f"hyper-connections: {streams} streams of width {width} in {embedding_BTD.dtype}; allowed are up to "
+                f"hyper-connections: {streams} streams of width {width} in {embedding_BTD.dtype}; allowed are 1 to "
                 f"{_MAX_STREAMS} streams, multiples of 16, float32, bfloat16 and float16; choose others, or set "
                 "ISOLOSS_KERNELS=reference"
             )

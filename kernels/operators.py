@@ -19,20 +19,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
-from scaling.errors import KernelError
 from scaling.kernels.backward import BackwardStep
 from scaling.kernels.gather import receive
+from scaling.kernels.ledgers import Ledgers
 from scaling.kernels.pull import pull
 from scaling.kernels.pull_group import pull_group
-from scaling.kernels.schedule import Ledger, Plan
+from scaling.kernels.schedule import Ledger, Plan, in_backward
 from scaling.kernels.tile import head_fold
 
 _PROGRAMS = 528  # programs of the query gradient: four for each of an H200's 132 multiprocessors
 
-# A bank's ledger lives as long as its storage; the address names it because compiled graphs pass tensors alone.
-_ledgers: dict[tuple[torch.device, int], tuple[StorageWeakRef, Ledger]] = {}
+_LEDGERS: Ledgers[Ledger] = Ledgers("source bank", "SourceBank")
 
 
 @torch.library.custom_op(
@@ -47,10 +45,7 @@ def _open(
     plan = Plan(num_sites=query.shape[0] // readers, block=block, group=group, readers=readers)
     tensors: tuple[Tensor, Tensor, Tensor, Tensor] = _open_fake(source, query, heads, block, group, readers, per_head)
     tensors[3].copy_(query)
-    for key in [key for key, (storage, _) in _ledgers.items() if storage.expired()]:
-        del _ledgers[key]
-    bank = tensors[0]
-    _ledgers[bank.device, bank.data_ptr()] = (StorageWeakRef(bank.untyped_storage()), Ledger(plan=plan))
+    _LEDGERS.keep(tensors[0], Ledger(plan=plan))
     return tensors
 
 
@@ -83,7 +78,7 @@ def _begin_fake(query: Tensor, bank: Tensor) -> Tensor:
     "isoloss::bank_finish", mutates_args=(), schema="(Tensor token_gradient, Tensor bank, int queries) -> Tensor"
 )
 def _finish(token_gradient: Tensor, bank: Tensor, queries: int) -> Tensor:
-    return _ledger(bank).finish()
+    return _LEDGERS.of(bank).finish()
 
 
 @_finish.register_fake
@@ -116,9 +111,9 @@ def _site(
     token: Tensor, source: Tensor, bank: Tensor, factor: Tensor, lse: Tensor, query: Tensor, gain: Tensor | None,
     site: int, readers: int, silent: bool, with_lse: bool, eps: float, norm_eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    ledger = _ledger(bank)
+    ledger = _LEDGERS.of(bank)
     plan = ledger.plan
-    again = ledger.enter_site(site)
+    again = ledger.enter_site(site, in_backward=in_backward())
     source = source.contiguous()
     results: tuple[Tensor, Tensor, Tensor, Tensor, Tensor] = _site_fake(
         token, source, bank, factor, lse, query, gain, site, readers, silent, with_lse, eps, norm_eps
@@ -201,7 +196,7 @@ def _site_backward(
     source: Tensor | None, bank: Tensor, factor: Tensor, lse: Tensor, query: Tensor, gain: Tensor | None,
     site: int, readers: int, silent: bool, eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    ledger = _ledger(bank)
+    ledger = _LEDGERS.of(bank)
     ledger.enter_backward(site)
     if ledger.delta_STH is None or ledger.query_gradient_PSD is None:
         heads = lse.shape[-1]
@@ -285,10 +280,3 @@ def _site_backward_formula(
 
 
 _site.register_autograd(_site_backward_formula, setup_context=_site_setup)
-
-
-def _ledger(bank: Tensor) -> Ledger:
-    entry = _ledgers.get((bank.device, bank.data_ptr()))
-    if entry is None or entry[0].expired():
-        raise KernelError("source bank: unknown bank; open it with SourceBank in the same process before routing")
-    return entry[1]

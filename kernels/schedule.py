@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import torch
 from torch import Tensor
 
 from scaling.errors import KernelError
@@ -145,14 +146,20 @@ class Order:
     def __post_init__(self) -> None:
         self.frontier = self.num_sites
 
-    def enter_site(self, site: int) -> bool:
+    def enter_site(self, site: int, *, in_backward: bool) -> bool:
         """Admit the forward pass of a site; say whether it is a recomputation.
 
         Raises
         ------
         KernelError
-            If the site is neither the next one nor, after a complete forward pass, one whose gradient is still to come.
+            If the site is neither the next one nor, in backward after a complete forward pass, one whose gradient is
+            still to come.
         """
+        if not 0 <= site < self.num_sites:
+            raise KernelError(
+                f"source bank: site {site} of {self.num_sites}; allowed are 0 to {self.num_sites - 1}; open the bank "
+                "with a query for every site"
+            )
         if site == self.written:
             self.written += 1
             return False
@@ -161,7 +168,12 @@ class Order:
                 f"source bank: site {site} ran when site {self.written} was next; a bank serves one forward pass of "
                 "one model, sites in order; open a new bank for every forward pass and model"
             )
-        if not 0 <= site < self.frontier:
+        if not in_backward:
+            raise KernelError(
+                f"source bank: site {site} ran again after all {self.num_sites} sites, outside of backward; a bank "
+                "serves one forward pass of one model; open a new bank for every forward pass and model"
+            )
+        if site >= self.frontier:
             raise KernelError(
                 f"source bank: site {site} was recomputed, but backward has passed it and reused its row; allowed are "
                 f"sites below {self.frontier}; run the forward pass again"
@@ -240,3 +252,25 @@ class Ledger(Order):
 def grouping(head_width: int) -> int:
     """Group size that measured best, or 1 where a head is too wide for one tensor-core tile (see NOTES.md)."""
     return 1 if head_width > 256 else 8
+
+
+def in_backward() -> bool:
+    """Whether this runs inside autograd's backward pass, where checkpointed sublayers are recomputed."""
+    # the same question as torch.utils.checkpoint asks, of the same function; there is no public one
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def check_source(what: str, source_BTD: Tensor, bank: Tensor) -> None:
+    """Refuse a source of other sizes or another kind of number than those the bank was opened for.
+
+    Raises
+    ------
+    KernelError
+        If the tokens, the width or the dtype differ; float32 sums may enter a bank of 16 bits.
+    """
+    tokens, width = bank.shape[1:]
+    if source_BTD.shape[-1] != width or source_BTD.numel() != tokens * width or source_BTD.dtype.itemsize > 4:
+        raise KernelError(
+            f"{what}: a source of shape {tuple(source_BTD.shape)} in {source_BTD.dtype}; the bank was opened for "
+            f"{tokens} tokens of width {width}; hand in what it was opened for, in 32 bits at most"
+        )

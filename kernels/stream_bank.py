@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from scaling.errors import KernelError
+from scaling.kernels.ledgers import Ledgers
+from scaling.kernels.schedule import check_source, in_backward
 from scaling.kernels.stream_ledger import (
     Scope,
     StreamLedger,
@@ -77,7 +78,19 @@ class StreamBank:
                 f"streams: width {width} in {source_BTD.dtype}; allowed are multiples of 16 in float32, bfloat16 and "
                 "float16; choose another width, or set ISOLOSS_KERNELS=reference"
             )
+        if block < 1 or scope not in _SCOPES or not num_sites or len(kernels) >= num_streams:
+            raise KernelError(
+                f"streams: {num_sites} sites in blocks of {block}, {len(kernels)} kernels of scope {scope!r} for "
+                f"{num_streams} streams; allowed are one site and block at least, scopes {', '.join(_SCOPES)}, and "
+                "fewer kernels than streams; choose other sizes"
+            )
+        if source_BTD.dim() != 3 or not source_BTD.numel():
+            raise KernelError(
+                f"streams: a source of shape {tuple(source_BTD.shape)}; needed is (batch, time, {width}), none of them "
+                "0; hand in sequences"
+            )
         check_sources(-(-(num_sites - 1) // block) + 1)
+        _check_shapes(key_SMD, kernels, mixer, source_BTD, document_BT, block=block, scope=scope)
         owners = kernels[0].shape[0] if kernels else 1
         identity = key_SMD.new_ones((owners, 1, width))
         tap_QKD = torch.cat([identity, *kernels], dim=1).float()
@@ -99,20 +112,45 @@ class StreamBank:
 
     def site(self, site: int, source_BTD: Tensor) -> Tensor:
         """Hand in the newest source of a site and return what the site reads, in the source's shape."""
+        check_source("streams", source_BTD, self._bank)
         source_TD = source_BTD.flatten(0, -2).to(self._bank.dtype).contiguous()
         output_TD: Tensor
         self._token, output_TD = torch.ops.isoloss.stream_site(self._token, source_TD, self._bank, site, self._block)
         return output_TD.view(source_BTD.shape)
 
 
-_ledgers: dict[tuple[torch.device, int], tuple[StorageWeakRef, StreamLedger]] = {}
+def _check_shapes(
+    key_SMD: Tensor,
+    kernels: list[Tensor],
+    mixer: tuple[Tensor, Tensor, Tensor] | None,
+    source_BTD: Tensor,
+    document_BT: Tensor | None,
+    *,
+    block: int,
+    scope: Scope,
+) -> None:
+    """Refuse weights of other sizes than the keys and sources: kernels read memory by these sizes."""
+    S, M, D = key_SMD.shape
+    owners = {"source": newest_row(S - 1, block) + 1, "global": 1, "site": S}[scope]
+    wanted: list[tuple[str, Tensor, tuple[int, ...]]] = [("sources", source_BTD, (*source_BTD.shape[:2], D))]
+    for kernel in kernels:
+        count, taps = max(owners, len(kernels[0])), max(1, kernel.shape[1] if kernel.dim() == 3 else 1)
+        wanted.append((f"kernels of {owners} owners", kernel, (count, taps, D)))
+    if mixer is not None:
+        sizes: tuple[tuple[int, ...], ...] = ((S, M * D, M), (S,), (S, M))
+        names = "projections", "scales", "biases"
+        wanted += [(name, weight, size) for name, weight, size in zip(names, mixer, sizes, strict=True)]
+    if document_BT is not None:
+        wanted.append(("documents", document_BT, tuple(source_BTD.shape[:2])))
+    for name, tensor, size in wanted:
+        if tuple(tensor.shape) != size:
+            raise KernelError(
+                f"streams: {name} of shape {tuple(tensor.shape)} with keys {(S, M, D)}; needed is {size}; "
+                "hand in weights of one model"
+            )
 
 
-def _ledger(bank: Tensor) -> StreamLedger:
-    entry = _ledgers.get((bank.device, bank.data_ptr()))
-    if entry is None or entry[0].expired():
-        raise KernelError("streams: unknown bank; open it with StreamBank in the same process before routing")
-    return entry[1]
+_LEDGERS: Ledgers[StreamLedger] = Ledgers("streams", "StreamBank")
 
 
 @torch.library.custom_op(
@@ -135,12 +173,9 @@ def _open(
     tap, key, phi, scale, bias = (weight.clone() for weight in weights)
     batch, time, _ = source.shape
     num_sites, num_streams, _ = key.shape
-    bases = [0]
+    bases, gated = [0], bool(phi.numel())
     for site in range(num_sites):
         bases.append(bases[-1] + newest_row(site, block) + 1)
-        gated = bool(phi.numel())
-    for stale in [key for key, (storage, _) in _ledgers.items() if storage.expired()]:
-        del _ledgers[stale]
     ledger = StreamLedger(
         num_sites=num_sites,
         streams=Streams(
@@ -162,7 +197,7 @@ def _open(
         lse_TSM=tap.new_empty((batch * time, num_sites, num_streams)),
         kept_STM=tap.new_empty((num_sites if gated else 0, batch * time, num_streams + 1)),
     )
-    _ledgers[bank.device, bank.data_ptr()] = (StorageWeakRef(bank.untyped_storage()), ledger)
+    _LEDGERS.keep(bank, ledger)
     return bank
 
 
@@ -205,7 +240,7 @@ def _begin_fake(tap: Tensor, key: Tensor, phi: Tensor, scale: Tensor, bias: Tens
 def _finish(
     token_gradient: Tensor, tap: Tensor, key: Tensor, phi: Tensor, scale: Tensor, bias: Tensor, bank: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    tap_gradient, key_gradient, phi_gradient, scale_gradient, bias_gradient = _ledger(bank).finish()
+    tap_gradient, key_gradient, phi_gradient, scale_gradient, bias_gradient = _LEDGERS.of(bank).finish()
     phi_gradient = torch.empty_like(phi) if phi_gradient is None else phi_gradient
     return tap_gradient, key_gradient, phi_gradient, scale_gradient, bias_gradient
 
@@ -235,8 +270,8 @@ _begin.register_autograd(_begin_backward, setup_context=_begin_setup)
     schema="(Tensor token, Tensor source, Tensor bank, int site, int block) -> (Tensor, Tensor)",
 )
 def _site(token: Tensor, source: Tensor, bank: Tensor, site: int, block: int) -> tuple[Tensor, Tensor]:
-    ledger = _ledger(bank)
-    again = ledger.enter_site(site)
+    ledger = _LEDGERS.of(bank)
+    again = ledger.enter_site(site, in_backward=in_backward())
     return torch.empty_like(token), forward_site(ledger, bank, site, source, again=again)
 
 
@@ -253,7 +288,7 @@ def _site_fake(token: Tensor, source: Tensor, bank: Tensor, site: int, block: in
 def _site_backward(
     token_gradient: Tensor, incoming: Tensor, source: Tensor | None, bank: Tensor, site: int
 ) -> tuple[Tensor, Tensor]:
-    ledger = _ledger(bank)
+    ledger = _LEDGERS.of(bank)
     ledger.enter_backward(site)
     source = bank[newest_row(site, ledger.block)] if source is None else source
     return torch.empty_like(token_gradient), backward_site(ledger, bank, site, incoming.contiguous(), source)

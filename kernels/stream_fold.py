@@ -15,8 +15,7 @@ from torch import Tensor
 from scaling.kernels.streams import Streams, load_rows, num_spans, tile, whole_spans
 from scaling.kernels.tile import narrow
 
-# As in :mod:`scaling.kernels.stream_expand`. With as many tokens TOGETHER as the longest default kernel has taps,
-# what a group leaves for the next is in its registers already. AHEAD, which divides it: tokens asked for beforehand.
+# As in :mod:`scaling.kernels.stream_expand`; AHEAD divides TOGETHER: tokens asked for beforehand.
 _FOLD = {"TOGETHER": 8, "AHEAD": 4, "COLUMNS": 64, "num_warps": 1, "RESIDENT": 8}
 
 

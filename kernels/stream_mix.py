@@ -123,7 +123,7 @@ def _blend_kernel(
                 mixed = mixed + (read_row(mix_ptr + place, STARTS[part], WIDTHS[part], D),)
                 if NEWEST:
                     values = values + (read_row(newest_ptr + place, STARTS[part], WIDTHS[part], D),)
-            if NEWEST:  # every warp reads them, one writes them: the barriers of the sums must lie between
+            if NEWEST:  # every warp reads them, one writes them behind the barrier below
                 lses = lses + (tl.load(lse_ptr + (token * num_sites + site) * M + stream),)
     if NEWEST:
         totals = repeated(0.0, 2 * TOKENS * M)  # <u, X> and <X, X>
@@ -135,6 +135,7 @@ def _blend_kernel(
                     value = values[(index * M + stream) * PARTS + part]
                     rows = rows + (value * key, value * value)
             totals = added(totals, sums(rows), 2 * TOKENS * M)
+        tl.debug_barrier()
         blended = ()
         for index in tl.static_range(TOKENS):
             token = first + index

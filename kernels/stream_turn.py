@@ -142,7 +142,7 @@ def _turn_kernel(
                     rows = rows + (turning[index] * values[(index * M + stream) * PARTS + part],)
             mix_gradients = mix_gradients + turning
         totals = added(totals, sums(rows), SUMS * TOKENS * M)
-    # in place, behind the barriers of the sums, which every warp enters with its rows read
+    tl.debug_barrier()  # Go takes the place of the mixes, which every warp has read now
     for stream in tl.static_range(M):
         for index in tl.static_range(TOKENS):
             token = first + index

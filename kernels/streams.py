@@ -28,7 +28,7 @@ from torch import Tensor
 
 from scaling.errors import KernelError
 
-MAX_SOURCES = 128  # of a site: their logits share a tile
+MAX_SOURCES = 256  # of a site: their logits share a tile
 
 
 @triton.jit

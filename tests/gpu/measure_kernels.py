@@ -33,7 +33,7 @@ import torch
 CUDA = torch.cuda.is_available()
 ROOT = Path(__file__).resolve().parents[2]
 PARTS = {
-    "bank": "test_bank.py test_dispatch.py test_products.py",
+    "bank": "test_bank.py test_misuse.py test_dispatch.py test_products.py",
     "streams": "test_streams.py test_stream_fold.py",
     "hyper": "test_hyper.py",
     "models": "test_models.py test_joining.py",

@@ -73,20 +73,20 @@ def test_blocks_keep_their_gradients(plan: Plan) -> None:
 def _ledger(written: int = 3) -> Ledger:
     ledger = Ledger(plan=Plan(num_sites=3, block=1, group=2))
     for site in range(written):
-        assert not ledger.enter_site(site)
+        assert not ledger.enter_site(site, in_backward=False)
     return ledger
 
 
 def test_two_models_on_one_bank() -> None:
     """A site that runs twice during the forward pass is another model's or another pass's."""
     with pytest.raises(KernelError, match="site 0 ran when site 1 was next; .* open a new bank"):
-        _ledger(1).enter_site(0)
+        _ledger(1).enter_site(0, in_backward=False)
 
 
 def test_skipped_site() -> None:
     """Sites come in order."""
     with pytest.raises(KernelError, match="site 2 ran when site 1 was next"):
-        _ledger(1).enter_site(2)
+        _ledger(1).enter_site(2, in_backward=False)
 
 
 def test_backward_before_the_forward_pass_is_complete() -> None:
@@ -114,9 +114,9 @@ def test_recomputation() -> None:
     """A site may be recomputed until backward has passed it."""
     ledger = _ledger()
     ledger.enter_backward(2)
-    assert ledger.enter_site(1)
+    assert ledger.enter_site(1, in_backward=True)
     with pytest.raises(KernelError, match="site 2 was recomputed, but backward has passed it"):
-        ledger.enter_site(2)
+        ledger.enter_site(2, in_backward=True)
 
 
 def test_plan_refuses_impossible_sizes() -> None:

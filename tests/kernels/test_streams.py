@@ -150,6 +150,8 @@ def compare(
         dict(tokens=3, streams=2, kernels=(), width=48, sites=2),
         dict(tokens=7, kernels=(4,), block=1, scope="global", document=[[0, 0, 0, 1, 1, 2, 2]]),
         dict(tokens=2, batch=2, kernels=(5,), scope="site", gated=False, block=3),
+        dict(tokens=2, kernels=(2,), sites=11, block=1),  # more finished sources than are gathered together
+        dict(tokens=2, kernels=(2,), sites=11, block=10),  # a block of two phases
     ],
     ids=lambda case: "-".join(f"{key}{value}" for key, value in case.items()),
 )
@@ -320,5 +322,5 @@ def test_misuse_is_refused(device: torch.device) -> None:
         loss.backward()
     with pytest.raises(KernelError, match="width 24 in torch.float32; allowed are multiples of 16"):
         StreamBank(torch.zeros(3, 1, 24), [], None, torch.zeros(1, 1, 24), None, block=1, scope="source", eps=EPS)
-    with pytest.raises(KernelError, match="130 sources; up to 128 fit a tile; choose larger blocks"):
-        StreamBank(torch.zeros(130, 1, 16), [], None, torch.zeros(1, 1, 16), None, block=1, scope="source", eps=EPS)
+    with pytest.raises(KernelError, match="258 sources; up to 256 fit a tile; choose larger blocks"):
+        StreamBank(torch.zeros(258, 1, 16), [], None, torch.zeros(1, 1, 16), None, block=1, scope="source", eps=EPS)
