@@ -1,9 +1,9 @@
 """Timings of the routing kernels and of whole training steps, side by side in one run on one GPU.
 
-``scaling bench`` prints what these functions return. A kernel's time is set against the bytes it must move at the copy
-rate measured in the same run; a step's time against the compiled pre-norm baseline of the same shape, timed just
-before it. Steps are timed twice: launched one kernel at a time, and replayed as one CUDA graph, which takes the host's
-launch time out of both sides.
+``scaling bench`` prints what these functions measure, row by row, and :mod:`scaling.kernels.table` writes it. A
+kernel's time is set against the bytes it must move at the copy rate measured in the same run; a step's time against the
+compiled pre-norm baseline of the same shape and vocabulary, timed in the same call. Steps are timed twice: launched one
+kernel at a time, and replayed as one CUDA graph, which takes the host's launch time out of both sides.
 
 Shape legend: N rows, S sites, T tokens, D width, H heads, K sources of a group.
 """
@@ -19,12 +19,15 @@ import torch
 import triton
 from torch import Tensor
 
-from scaling.errors import KernelError, nearest
+from scaling.errors import KernelError, UsageError, nearest
 from scaling.kernels.decoder import SHAPES, VOCABULARIES, Decoder, Shape
 from scaling.kernels.joining import IMPLEMENTATIONS, METHODS
-from scaling.kernels.timed import cases
+from scaling.kernels.timed import OPERATIONS, cases
 
 _LOG = logging.getLogger(__name__)
+Row = dict[str, Any]
+Each = Callable[[Row, dict[str, str]], None]  # called with a row and the versions it was measured with
+
 _QUANTILES = (0.2, 0.5, 0.8)
 _CEILING_BYTES = 2**32  # far beyond the 60 MB of an H200's L2
 
@@ -36,41 +39,62 @@ def bench_train(
     methods: Iterable[str] | None = None,
     implementations: Iterable[str] = ("kernels",),
     repeats: int = 10,
+    each: Each | None = None,
 ) -> dict[str, Any]:
     """Time whole steps of every method at every shape and vocabulary, by each implementation that it has here.
+
+    Parameters
+    ----------
+    each
+        Called with every row as soon as it is measured, and with the versions.
 
     Returns
     -------
     dict
         ``versions`` and ``rows``: one row a (shape, vocabulary, method, implementation, pass, launch), with ``ms``
-        quantiles, ``ratio`` of the compiled baseline's median to this one's, ``peak_bytes`` and ``peak_ratio``.
+        quantiles in milliseconds, ``baseline_ms`` (median of the compiled baseline timed in this call), ``ratio`` of
+        it to this row's median, ``peak_bytes``, ``baseline_peak_bytes`` and ``peak_ratio`` of the former to the
+        latter.
+
+    Raises
+    ------
+    UsageError
+        If a shape, method or implementation is unknown, or a vocabulary has fewer than two tokens.
+    KernelError
+        If there is no CUDA device.
     """
-    _need_gpu()
     chosen = _pick(tuple(METHODS) if methods is None else tuple(methods), tuple(METHODS), "method")
     wanted = _pick(tuple(implementations), IMPLEMENTATIONS, "implementation")
     names = [shape.name for shape in SHAPES]
     sizes = [shape for shape in SHAPES if shape.name in _pick(tuple(shapes or names), tuple(names), "shape")]
+    vocabularies = tuple(vocabularies)
+    for vocabulary in vocabularies:
+        if vocabulary < 2:
+            raise UsageError(f"bench: vocabulary {vocabulary}; allowed: 2 and above, such as {VOCABULARIES[0]}")
+    _need_gpu()
     others = [
         (name, run)
         for name in chosen
         for run in METHODS[name].runs
         if run in wanted and (name, run) != ("baseline", "compiled")
     ]
-    rows: list[dict[str, Any]] = []
+    rows: list[Row] = []
+    versions = _versions()
     for shape in sizes:
         for vocabulary in vocabularies:
-            base: dict[tuple[str, str], dict[str, Any]] = {}
+            base: dict[tuple[str, str], Row] = {}
             for method, implementation in (("baseline", "compiled"), *others):
                 for row in _step_rows(shape, vocabulary, method, implementation, repeats):
                     key = row["pass"], row["launch"]
                     if (method, implementation) == ("baseline", "compiled"):
                         base[key] = row
                     if "ms" in row and key in base and "ms" in base[key]:
-                        row["ratio"] = base[key]["ms"][1] / row["ms"][1]
-                        row["peak_ratio"] = row["peak_bytes"] / base[key]["peak_bytes"]
-                    rows.append(row)
-                    _LOG.info("%s", row)
-    return {"versions": _versions(), "rows": rows}
+                        row["baseline_ms"] = base[key]["ms"][1]
+                        row["ratio"] = row["baseline_ms"] / row["ms"][1]
+                        row["baseline_peak_bytes"] = base[key]["peak_bytes"]
+                        row["peak_ratio"] = row["peak_bytes"] / row["baseline_peak_bytes"]
+                    _keep(row, rows, versions, each)
+    return {"versions": versions, "rows": rows}
 
 
 def make_decoder(shape: Shape, vocabulary: int, method: str, implementation: str) -> Decoder:
@@ -85,45 +109,67 @@ def make_decoder(shape: Shape, vocabulary: int, method: str, implementation: str
     )
 
 
-def bench_kernels(*, shapes: Iterable[str] | None = None, operations: Iterable[str] | None = None) -> dict[str, Any]:
-    """Time kernels in bfloat16 at the geometry of every shape: all, or those whose name begins with one given.
+def bench_kernels(
+    *,
+    shapes: Iterable[str] | None = None,
+    operations: Iterable[str] | None = None,
+    each: Each | None = None,
+) -> dict[str, Any]:
+    """Time kernels in bfloat16 at the geometry of every shape: all, or those whose name's first word is given.
+
+    Parameters
+    ----------
+    each
+        Called with every row as soon as it is measured, and with the versions.
 
     Returns
     -------
     dict
         ``versions``, ``ceiling_bytes_per_s`` (a large copy, read and write counted) and ``rows``: operation, shape,
-        dtype, pass, ``ms`` quantiles, ``bytes`` counted, ``ceiling_share`` of the copy rate reached.
+        dtype, pass, ``ms`` quantiles in milliseconds, ``bytes`` counted, ``ceiling_share`` of the copy rate reached.
+
+    Raises
+    ------
+    UsageError
+        If a shape or operation is unknown.
+    KernelError
+        If there is no CUDA device.
     """
-    _need_gpu()
     names = [shape.name for shape in SHAPES]
     wanted = _pick(tuple(shapes or names), tuple(names), "shape")
+    kinds = _pick(tuple(operations or OPERATIONS), OPERATIONS, "operation")
+    _need_gpu()
     ceiling = _copy_rate()
-    rows = []
+    rows: list[Row] = []
+    versions = _versions()
     for shape in SHAPES:
         if shape.name not in wanted:
             continue
         for operation, direction, count, run in cases(shape):
-            if operations is not None and not operation.startswith(tuple(operations)):
+            if operation.split()[0] not in kinds:
                 continue
             times = _time(run)
-            rows.append(
-                {
-                    "operation": operation,
-                    "shape": shape.name,
-                    "dtype": "bfloat16",
-                    "pass": direction,
-                    "ms": times,
-                    "bytes": count,
-                    "ceiling_share": count / (times[1] * 1e-3) / ceiling,
-                }
-            )
-            _LOG.info("%s", rows[-1])
-    return {"versions": _versions(), "ceiling_bytes_per_s": ceiling, "rows": rows}
+            row: Row = {
+                "operation": operation,
+                "shape": shape.name,
+                "dtype": "bfloat16",
+                "pass": direction,
+                "ms": times,
+                "bytes": count,
+                "ceiling_share": count / (times[1] * 1e-3) / ceiling,
+            }
+            _keep(row, rows, versions, each)
+    return {"versions": versions, "ceiling_bytes_per_s": ceiling, "rows": rows}
 
 
-def _step_rows(
-    shape: Shape, vocabulary: int, method: str, implementation: str, repeats: int
-) -> Iterator[dict[str, Any]]:
+def _keep(row: Row, rows: list[Row], versions: dict[str, str], each: Each | None) -> None:
+    rows.append(row)
+    _LOG.info("%s", row)
+    if each is not None:
+        each(row, versions)
+
+
+def _step_rows(shape: Shape, vocabulary: int, method: str, implementation: str, repeats: int) -> Iterator[Row]:
     """Rows of one method: launched and graph, without and with the optimiser; what fails is a row that says so."""
     row = {"shape": shape.name, "vocabulary": vocabulary, "method": method, "implementation": implementation}
     row["dtype"] = "bfloat16"
@@ -208,7 +254,7 @@ def _copy_rate() -> float:
 def _pick(wanted: tuple[str, ...], known: tuple[str, ...], what: str) -> tuple[str, ...]:
     for name in wanted:
         if name not in known:
-            raise KernelError(f"bench: unknown {what} {name!r}; {nearest(name, known)}")
+            raise UsageError(f"bench: unknown {what} {name!r}; {nearest(name, known)}")
     return wanted
 
 

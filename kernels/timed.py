@@ -29,6 +29,11 @@ from scaling.kernels.pull import pull
 from scaling.kernels.pull_group import pull_group
 from scaling.kernels.timed_streams import stream_cases
 
+# first words of the kernels' names, which ``scaling bench kernels --operation`` takes
+OPERATIONS = (
+    "pull", "pull_group", "receive", "gather", "gather_group", "query_gradient", "streams", "hc", "mhc",
+)  # fmt: skip
+
 _HEADS = 8
 _GROUP = 8
 _STREAMS = 4

@@ -18,7 +18,6 @@ call. ``once`` runs each kernel once and is what the sanitizer watches. On a mac
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import os
 import shutil
@@ -284,25 +283,20 @@ def profile(args: argparse.Namespace) -> None:
 
 def table(args: argparse.Namespace) -> None:
     """All rows of whole steps as the committed table."""
-    fields = ["shape", "vocabulary", "method", "implementation", "dtype", "pass", "launch", "ms_20", "ms_50", "ms_80"]
-    fields += ["ratio", "peak_bytes", "peak_ratio", "gpu", "torch", "triton", "failed"]
-    with (args.out / "results.csv").open("w", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, fields, extrasaction="ignore", lineterminator="\n")
-        writer.writeheader()
-        written = set()
-        for path in sorted(args.out.glob("train-*.json")):
-            result = json.loads(path.read_text("utf-8"))
-            for row in result["rows"]:
-                key = tuple(row.get(field) for field in fields[:7])
-                if key in written:  # every call times the baseline anew, to compare with; the first stands for all
-                    continue
-                written.add(key)
-                times = dict(zip(("ms_20", "ms_50", "ms_80"), (f"{t:.2f}" for t in row.get("ms", ())), strict=False))
-                for name in ("ratio", "peak_ratio"):
-                    if name in row:
-                        row[name] = f"{row[name]:.3f}"
-                writer.writerow({**row, **times, **result["versions"]})
-    print(args.out / "results.csv")
+    from scaling.kernels.table import STEPS, Table
+
+    path = args.out / "results.csv"
+    path.unlink(missing_ok=True)
+    written = Table(path, STEPS)
+    keys = set()
+    for measured in sorted(args.out.glob("train-*.json")):
+        result = json.loads(measured.read_text("utf-8"))
+        for row in result["rows"]:
+            key = tuple(row.get(name) for name in STEPS.key)
+            if key not in keys:  # every call times the baseline anew, to compare with; the first stands for all
+                keys.add(key)
+                written.add(row, result["versions"])
+    print(path)
 
 
 def main() -> None:
