@@ -206,5 +206,5 @@ def test_compiles_repeats_and_runs_backward_twice(device: torch.device) -> None:
 
 def test_sizes_out_of_range_are_refused() -> None:
     """Widths, numbers of streams and dtypes are named."""
-    with pytest.raises(KernelError, match="9 streams of width 24 in torch.float64; allowed are up to 8 streams"):
+    with pytest.raises(KernelError, match="9 streams of width 24 in torch.float64; allowed are 1 to 8 streams"):
         HyperStreams(torch.zeros(1, 2, 24, dtype=torch.float64), 9)
