@@ -10,6 +10,7 @@ Shape legend: N rows, S sites, T tokens, D width, H heads, K sources of a group.
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -176,6 +177,7 @@ def _step_rows(shape: Shape, vocabulary: int, method: str, implementation: str, 
     torch._dynamo.reset()
     # PyTorch's versions take lists of sources, so that every number of sources is a graph of its own
     torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 1024
+    gc.collect()  # what an earlier method left in cycles would count to this one's peak
     torch.cuda.empty_cache()
     torch.manual_seed(0)
     try:
