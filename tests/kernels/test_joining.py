@@ -47,4 +47,15 @@ def test_every_timed_call_runs(device: torch.device) -> None:
         names.add(operation.split()[0])
         if operation.split()[0] in ("streams", "mhc", "hc"):  # the others are timed as they were before
             call()
+    assert names == {
+        "pull",
+        "pull_group",
+        "receive",
+        "gather",
+        "gather_group",
+        "query_gradient",
+        "streams",
+        "mhc",
+        "hc",
+    }
     assert names == set(OPERATIONS)
