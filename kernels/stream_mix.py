@@ -1,9 +1,9 @@
 """Forward kernels of multi-stream routing (msar): mixes of finished sources, a phase at a time, and a site's output.
 
-Between :mod:`scaling.kernels.stream_expand`, which makes the streams, and :mod:`scaling.kernels.stream_ledger`. The sites
-of a block read the same finished sources, and their logits are known when the block begins: :func:`mix` reads each
-stream once for all of them. :func:`blend` scores a site's running sum and folds it in, projects the mixes on the gates'
-weights, and adds the gated streams: a program holds all rows of a token.
+Between :mod:`scaling.kernels.stream_expand`, which makes the streams, and :mod:`scaling.kernels.stream_ledger`. The
+sites of a block read the same finished sources, and their logits are known when the block begins: :func:`mix` reads
+each stream once for all of them. :func:`blend` scores a site's running sum and folds it in, projects the mixes on the
+gates' weights, and adds the gated streams: a program holds all rows of a token.
 
 Shape legend: as in :mod:`scaling.kernels.streams`.
 """
