@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from scaling.kernels.tile import dot, head_fold, head_offsets, head_tile, is_exact, narrow
+from scaling.kernels.tile import dot, head_fold, head_mask, head_offsets, head_tile, is_exact, narrow
 
 _MAX_WHOLE_SITES = 64  # sites of one tensor-core tile; more are taken in several launches that add up
 
@@ -61,7 +61,9 @@ def _gather_group_kernel(
     FACTORS: tl.constexpr = H if PER_HEAD else 1
     main, rest, rest_mask = head_offsets(head, C, MAIN, REST)
     query_row_ptr = query_ptr + (first_site + site[:, None]) * D
-    query = tl.load(query_row_ptr + main[None, :], mask=site_mask[:, None], other=0.0)
+    sources_mask = head_mask(source_mask[:, None], C, MAIN)
+    sites_mask = head_mask(site_mask[:, None], C, MAIN)
+    query = tl.load(query_row_ptr + main[None, :], mask=sites_mask, other=0.0)
     if REST > 0:
         query_rest = tl.load(query_row_ptr + rest[None, :], mask=site_mask[:, None] & rest_mask, other=0.0)
     source_offset = source.to(tl.int64)[:, None] * row_stride
@@ -71,8 +73,8 @@ def _gather_group_kernel(
     for token in tl.range(first_token, last_token, num_stages=STAGES):
         wide = tl.cast(token, tl.int64)
         base = wide * D
-        value = tl.load(value_ptr + base + source_offset + main[None, :], mask=source_mask[:, None], other=0.0)
-        gradient = tl.load(gradient_ptr + base + site_offset + main[None, :], mask=site_mask[:, None], other=0.0)
+        value = tl.load(value_ptr + base + source_offset + main[None, :], mask=sources_mask, other=0.0)
+        gradient = tl.load(gradient_ptr + base + site_offset + main[None, :], mask=sites_mask, other=0.0)
         factor_row_ptr = factor_ptr + (source.to(tl.int64) * num_tokens + token) * FACTORS
         if PER_HEAD:
             factor_row_ptr += head
@@ -102,9 +104,9 @@ def _gather_group_kernel(
         result_row_ptr = result_ptr + base + result_offset + main[None, :]
         radial_row_ptr = radial_ptr + (source.to(tl.int64) * num_tokens + token) * H + head
         if ADD:
-            result += tl.load(result_row_ptr, mask=source_mask[:, None], other=0.0).to(tl.float32)
+            result += tl.load(result_row_ptr, mask=sources_mask, other=0.0).to(tl.float32)
             radial += tl.load(radial_row_ptr, mask=source_mask, other=0.0)
-        tl.store(result_row_ptr, narrow(result, kind), mask=source_mask[:, None])
+        tl.store(result_row_ptr, narrow(result, kind), mask=sources_mask)
         tl.store(radial_row_ptr, radial, mask=source_mask)
         if REST > 0:
             result_rest = dot(weight, gradient_rest, tl.zeros([SOURCES, REST], tl.float32), EXACT)
@@ -172,14 +174,15 @@ def _query_gradient_kernel(
             coefficient_row_ptr[:, None] + (token * token_step + source * source_step)[None, :], mask=wanted, other=0.0
         )
         row = (source * row_stride + token * D)[:, None]
-        value = tl.load(value_ptr + row + main[None, :], mask=inside[:, None], other=0.0)
+        value = tl.load(value_ptr + row + main[None, :], mask=head_mask(inside[:, None], C, MAIN), other=0.0)
         result = dot(coefficient, value, result, EXACT)
         if REST > 0:
             value_rest = tl.load(value_ptr + row + rest[None, :], mask=inside[:, None] & rest_mask, other=0.0)
             result_rest = dot(coefficient, value_rest, result_rest, EXACT)
     result_row_ptr = result_ptr + tl.cast(split, tl.int64) * split_stride + site.to(tl.int64)[:, None] * D
-    result += tl.load(result_row_ptr + main[None, :], mask=site_mask[:, None], other=0.0)
-    tl.store(result_row_ptr + main[None, :], result, mask=site_mask[:, None])
+    sites_mask = head_mask(site_mask[:, None], C, MAIN)
+    result += tl.load(result_row_ptr + main[None, :], mask=sites_mask, other=0.0)
+    tl.store(result_row_ptr + main[None, :], result, mask=sites_mask)
     if REST > 0:
         result_rest += tl.load(result_row_ptr + rest[None, :], mask=site_mask[:, None] & rest_mask, other=0.0)
         tl.store(result_row_ptr + rest[None, :], result_rest, mask=site_mask[:, None] & rest_mask)

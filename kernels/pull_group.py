@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from scaling.kernels.tile import dot, head_offsets, head_tile, is_exact, narrow
+from scaling.kernels.tile import dot, head_mask, head_offsets, head_tile, is_exact, narrow
 
 MAX_GROUP_QUERIES = 16  # rows of the smallest tensor-core tile: more queries in a group would need a second tile
 _MAX_WHOLE_ROWS = 64  # up to here one tile holds all older sources of a token and head; beyond, tiles of this many
@@ -54,7 +54,8 @@ def _pull_group_kernel(
     FACTORS: tl.constexpr = H if PER_HEAD else 1
     main, rest, rest_mask = head_offsets(head, C, MAIN, REST)
     query_row_ptr = query_ptr + (first_site + query_index[:, None]) * D
-    query = tl.load(query_row_ptr + main[None, :], mask=query_mask, other=0.0)
+    queries_mask = head_mask(query_mask, C, MAIN)
+    query = tl.load(query_row_ptr + main[None, :], mask=queries_mask, other=0.0)
     if REST > 0:
         query_rest = tl.load(query_row_ptr + rest[None, :], mask=query_mask & rest_mask, other=0.0)
     row_offset = row.to(tl.int64)[:, None] * row_stride
@@ -66,7 +67,8 @@ def _pull_group_kernel(
         base = tl.cast(token, tl.int64) * D
         if WHOLE:
             row_mask = row < num_rows
-            value = tl.load(bank_ptr + base + row_offset + main[None, :], mask=row_mask[:, None], other=0.0)
+            rows_mask = head_mask(row_mask[:, None], C, MAIN)
+            value = tl.load(bank_ptr + base + row_offset + main[None, :], mask=rows_mask, other=0.0)
             factor = tl.load(factor_ptr + factor_offset + token * FACTORS, mask=row_mask, other=0.0)
             score = dot(query, tl.trans(value), tl.zeros([QUERIES, ROWS], tl.float32), EXACT)
             if REST > 0:
@@ -91,7 +93,8 @@ def _pull_group_kernel(
             for start in tl.range(0, num_rows, ROWS):
                 row_mask = (start + row) < num_rows
                 block_ptr = bank_ptr + base + tl.cast(start, tl.int64) * row_stride
-                value = tl.load(block_ptr + row_offset + main[None, :], mask=row_mask[:, None], other=0.0)
+                rows_mask = head_mask(row_mask[:, None], C, MAIN)
+                value = tl.load(block_ptr + row_offset + main[None, :], mask=rows_mask, other=0.0)
                 start_factor_ptr = factor_ptr + (tl.cast(start, tl.int64) * num_tokens + token) * FACTORS
                 factor = tl.load(start_factor_ptr + factor_offset, mask=row_mask, other=0.0)
                 score = dot(query, tl.trans(value), tl.zeros([QUERIES, ROWS], tl.float32), EXACT)
@@ -113,7 +116,7 @@ def _pull_group_kernel(
             if REST > 0:
                 mixed_rest = mixed_rest / total[:, None]
         kind = partial_ptr.dtype.element_ty
-        tl.store(partial_ptr + base + partial_offset + main[None, :], narrow(mixed, kind), mask=query_mask)
+        tl.store(partial_ptr + base + partial_offset + main[None, :], narrow(mixed, kind), mask=queries_mask)
         if REST > 0:
             tl.store(
                 partial_ptr + base + partial_offset + rest[None, :],

@@ -19,6 +19,7 @@ import triton.language as tl
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 _UPCAST = tl.constexpr(INTERPRETED)
 _MAX_PARTS = 8  # of a head: loops over them are unrolled
+_CORE = 16  # a tensor core sums over so many values at least: a narrower head is padded
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,11 +52,13 @@ def head_tile(width: int, heads: int) -> HeadTile:
     HeadTile(heads=8, head_width=160, main=128, rest=32, padded_heads=8, parts=5, side=32)
     >>> head_tile(1024, 8).rest, head_tile(1024, 8).side, head_tile(102, 6).side
     (0, 128, 32)
+    >>> head_tile(96, 8).main, head_tile(96, 8).rest
+    (16, 0)
     """
     head_width = width // heads
-    main = 1 << (head_width.bit_length() - 1)
-    remainder = head_width - main
-    rest = max(16, triton.next_power_of_2(remainder)) if remainder else 0
+    main = max(_CORE, 1 << (head_width.bit_length() - 1))
+    remainder = max(0, head_width - main)
+    rest = max(_CORE, triton.next_power_of_2(remainder)) if remainder else 0
     side = head_width & -head_width
     if head_width > _MAX_PARTS * side:
         side = triton.next_power_of_2(head_width)
@@ -108,6 +111,15 @@ def head_offsets(head, C: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr):
     SIDE: tl.constexpr = REST if REST > 0 else 1
     rest_column = MAIN + tl.arange(0, SIDE)
     return head * C + tl.arange(0, MAIN), head * C + rest_column, (rest_column < C)[None, :]
+
+
+@triton.jit
+def head_mask(mask, C: tl.constexpr, MAIN: tl.constexpr):
+    """The mask of rows ``(R, 1)``, and of the columns where a head is narrower than its tile."""
+    if MAIN > C:
+        return mask & (tl.arange(0, MAIN) < C)[None, :]
+    else:
+        return mask
 
 
 @triton.jit
@@ -177,6 +189,7 @@ def dot(a, b, accumulator, EXACT: tl.constexpr):
 
     A float64 accumulator takes float64 products: a chain of float32 additions as long as a width loses two bits.
     """
+    tl.static_assert(a.shape[-1] >= 16, "a tensor core sums over 16 values at least, which the interpreter does not ask")
     if accumulator.dtype == tl.float64:
         return accumulator + tl.dot(a.to(tl.float64), b.to(tl.float64), out_dtype=tl.float64)
     elif _UPCAST:
