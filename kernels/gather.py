@@ -1,19 +1,15 @@
-"""Backward kernels of depth routing: every gradient is gathered by its owner, nothing is scattered or added atomically.
+"""Backward kernel of depth routing: a source's gradient is gathered by its owner, nothing is scattered or added atomically.
 
-Backward reaches the producer of source i only after all sites that read it, so all their output gradients ``G_s`` are
-known when ``dv_i`` is needed (reference.route_gradients has the sums):
-
-- :func:`receive` turns the gradient that arrives at a site into ``G_s`` in its bank row and ``delta_s = <G_s, o_s>``;
-- :func:`gather` finishes one source with the sites inside its group.
-
-What sites outside the group contribute, and the queries' gradients, are in :mod:`scaling.kernels.gather_group`.
+Backward reaches the producer of source i only after all sites that read it, so all their output gradients ``G_s``
+(:mod:`scaling.kernels.receive`) are known when ``dv_i`` is needed (reference.route_gradients has the sums):
+:func:`gather` finishes one source with the sites inside its group. What sites outside the group contribute, and the
+queries' gradients, are in :mod:`scaling.kernels.gather_group`.
 
 Shape legend: N rows, S sites, T tokens, D width, H heads, C = D / H, M sites of a group.
 """
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -28,81 +24,6 @@ from scaling.kernels.tile import (
     token_offsets,
     zero_parts,
 )
-
-
-@triton.jit(do_not_specialize=["num_tokens"])
-def _receive_kernel(
-    incoming_ptr,  # (T, D) gradient of the site's output, or of its normalised output if NORM
-    output_ptr,  # (T, D)
-    output_factor_ptr,  # (T,) float32
-    gain_ptr,  # (D,)
-    gradient_ptr,  # (T, D) bank row that takes G
-    delta_ptr,  # (T, H) float32
-    gain_gradient_ptr,  # (programs, D) float32
-    num_tokens,
-    TOKENS: tl.constexpr,
-    NORM: tl.constexpr,
-    H: tl.constexpr,
-    HP: tl.constexpr,
-    C: tl.constexpr,
-    PARTS: tl.constexpr,
-    SIDE: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    D: tl.constexpr = H * C
-    MASKED: tl.constexpr = HP * PARTS * SIDE != D
-    kind: tl.constexpr = gradient_ptr.dtype.element_ty
-    program = tl.program_id(0)
-    head, head_mask, spot, mask = token_offsets(H, HP, C, SIDE)
-    if NORM:
-        gain = load_parts(gain_ptr, spot, mask, PARTS, SIDE, MASKED)
-        gain_gradient = zero_parts(gain[0], PARTS)
-    first = program * TOKENS
-    for token in tl.range(first, tl.minimum(first + TOKENS, num_tokens), num_stages=STAGES):
-        base = tl.cast(token, tl.int64) * D
-        incoming = load_parts(incoming_ptr + base, spot, mask, PARTS, SIDE, MASKED)
-        output = load_parts(output_ptr + base, spot, mask, PARTS, SIDE, MASKED)
-        if NORM:
-            factor = tl.load(output_factor_ptr + token)
-            units = ()
-            gained = ()
-            more = ()
-            for part in tl.static_range(PARTS):
-                units += (output[part].to(tl.float32) * factor,)
-                more += (gain_gradient[part] + incoming[part].to(tl.float32) * units[part],)
-                gained += (incoming[part].to(tl.float32) * gain[part].to(tl.float32),)
-            gain_gradient = more
-            radial = tl.sum(sum_product(gained, units, PARTS), 0) / D
-            incoming = ()
-            for part in tl.static_range(PARTS):
-                incoming += (factor * (gained[part] - units[part] * radial),)
-        rounded = ()
-        for part in tl.static_range(PARTS):
-            rounded += (narrow(incoming[part].to(tl.float32), kind),)
-        store_parts(gradient_ptr + base, spot, rounded, mask, PARTS, SIDE, MASKED)
-        tl.store(delta_ptr + tl.cast(token, tl.int64) * H + head, sum_product(rounded, output, PARTS), mask=head_mask)
-    if NORM:
-        line_ptr = gain_gradient_ptr + program.to(tl.int64) * D
-        store_parts(line_ptr, spot, gain_gradient, mask, PARTS, SIDE, MASKED)
-
-
-@triton.jit(do_not_specialize=["num_rows"])
-def _sum_rows_kernel(
-    partial_ptr,  # (P, D) float32
-    sum_ptr,  # (D,)
-    num_rows,
-    D: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    """Sum the programs' parts and convert: one launch where ``sum`` and ``to`` are two."""
-    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    row = tl.arange(0, ROWS)[:, None]
-    total = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for start in tl.range(0, num_rows, ROWS):
-        spot = (start + row) * D + column[None, :]
-        total += tl.load(partial_ptr + spot, mask=start + row < num_rows, other=0.0)
-    tl.store(sum_ptr + column, narrow(tl.sum(total, 0), sum_ptr.dtype.element_ty))
 
 
 @triton.jit(do_not_specialize=["first_site", "num_sites", "num_tokens"])
@@ -207,50 +128,6 @@ def _gather_kernel(
     store_parts(result_ptr + first * D, spot, total, mask, PARTS, SIDE, MASKED)
 
 
-def receive(
-    *,
-    incoming_TD: Tensor,
-    output_TD: Tensor,
-    output_factor_T: Tensor,
-    gradient_TD: Tensor,
-    delta_TH: Tensor,
-    gain_D: Tensor | None,
-) -> Tensor | None:
-    """Write ``G`` and ``delta`` of one site; with a gain, ``incoming_TD`` is the gradient of ``RMSNorm(o) * gain``.
-
-    Returns the gain's gradient in its dtype, or None without one.
-    """
-    num_tokens, width = incoming_TD.shape
-    heads = delta_TH.shape[-1]
-    tokens, warps, stages = _receive_tuning(num_tokens, width)
-    programs = triton.cdiv(num_tokens, tokens)
-    partial_PD = None if gain_D is None else delta_TH.new_empty((programs, width))
-    tile = head_tile(width, heads)
-    _receive_kernel[(programs,)](
-        incoming_TD,
-        output_TD,
-        output_factor_T,
-        incoming_TD if gain_D is None else gain_D,
-        gradient_TD,
-        delta_TH,
-        delta_TH if partial_PD is None else partial_PD,
-        num_tokens,
-        TOKENS=tokens,
-        NORM=gain_D is not None,
-        **tile.token_sides,
-        STAGES=stages,
-        num_warps=warps,
-    )
-    if gain_D is None or partial_PD is None:
-        return None
-    gain_gradient_D = torch.empty_like(gain_D)
-    columns = 16  # few, so that many programs share the rows; every width is a multiple
-    _sum_rows_kernel[(width // columns,)](
-        partial_PD, gain_gradient_D, programs, D=width, ROWS=128, COLUMNS=columns, num_warps=4
-    )
-    return gain_gradient_D
-
-
 def gather(
     *,
     value_TD: Tensor,
@@ -299,11 +176,6 @@ def gather(
         STAGES=stages,
         num_warps=warps,
     )
-
-
-def _receive_tuning(num_tokens: int, width: int) -> tuple[int, int, int]:
-    """Tokens a program, warps and pipeline stages of :func:`receive` that measured best on an H200 (NOTES.md)."""
-    return max(1, triton.cdiv(num_tokens, 1024)), (2 if width <= 512 else 4 if width <= 1024 else 8), 4
 
 
 def _gather_tuning(tile: HeadTile) -> tuple[int, int, int]:

@@ -81,8 +81,9 @@ def _gather_group_kernel(
         factor = tl.load(factor_row_ptr, mask=source_mask, other=0.0)
         lse = tl.load(lse_ptr + (score_offset + token) * H + head, mask=site_mask, other=float("inf"))
         delta = tl.load(delta_ptr + (score_offset + token) * H + head, mask=site_mask, other=0.0)
-        score = dot(value, tl.trans(query), tl.zeros([SOURCES, SITES], tl.float32), EXACT)
-        along = dot(value, tl.trans(gradient), tl.zeros([SOURCES, SITES], tl.float32), EXACT)
+        # Sites along the rows, which tensor cores take 16 at a time, and sources along the columns: 8 need no padding.
+        score = dot(query, tl.trans(value), tl.zeros([SITES, SOURCES], tl.float32), EXACT)
+        along = dot(gradient, tl.trans(value), tl.zeros([SITES, SOURCES], tl.float32), EXACT)
         if REST > 0:
             value_rest = tl.load(
                 value_ptr + base + source_offset + rest[None, :], mask=source_mask[:, None] & rest_mask, other=0.0
@@ -90,16 +91,18 @@ def _gather_group_kernel(
             gradient_rest = tl.load(
                 gradient_ptr + base + site_offset + rest[None, :], mask=site_mask[:, None] & rest_mask, other=0.0
             )
-            score = dot(value_rest, tl.trans(query_rest), score, EXACT)
-            along = dot(value_rest, tl.trans(gradient_rest), along, EXACT)
-        score *= factor[:, None]
-        weight = tl.exp(score - lse[None, :])
-        score_gradient = weight * (along - delta[None, :])
-        radial = tl.sum(score_gradient * score, 1)
-        coefficient = narrow(score_gradient * factor[:, None], value.dtype)
-        weight = narrow(weight, value.dtype)
+            score = dot(query_rest, tl.trans(value_rest), score, EXACT)
+            along = dot(gradient_rest, tl.trans(value_rest), along, EXACT)
+        score *= factor[None, :]
+        weight = tl.exp(score - lse[:, None])
+        score_gradient = weight * (along - delta[:, None])
+        radial = tl.sum(score_gradient * score, 0)
+        coefficient = narrow(score_gradient * factor[None, :], value.dtype)
+        # Turned here, where they are small: turning the gradients instead would keep their loads from being pipelined.
+        weight = tl.trans(narrow(weight, value.dtype))
+        turned = tl.trans(coefficient)
         result = dot(weight, gradient, tl.zeros([SOURCES, MAIN], tl.float32), EXACT)
-        result = dot(coefficient, query, result, EXACT)
+        result = dot(turned, query, result, EXACT)
         kind = result_ptr.dtype.element_ty
         result_row_ptr = result_ptr + base + result_offset + main[None, :]
         radial_row_ptr = radial_ptr + (source.to(tl.int64) * num_tokens + token) * H + head
@@ -110,16 +113,16 @@ def _gather_group_kernel(
         tl.store(radial_row_ptr, radial, mask=source_mask)
         if REST > 0:
             result_rest = dot(weight, gradient_rest, tl.zeros([SOURCES, REST], tl.float32), EXACT)
-            result_rest = dot(coefficient, query_rest, result_rest, EXACT)
+            result_rest = dot(turned, query_rest, result_rest, EXACT)
             rest_row_ptr = result_ptr + base + result_offset + rest[None, :]
             if ADD:
                 result_rest += tl.load(rest_row_ptr, mask=source_mask[:, None] & rest_mask, other=0.0).to(tl.float32)
             tl.store(rest_row_ptr, narrow(result_rest, kind), mask=source_mask[:, None] & rest_mask)
-        pair = ((wide * H + head) * num_sites + site[None, :]) * num_sources + source[:, None]
+        pair = ((wide * H + head) * num_sites + site[:, None]) * num_sources + source[None, :]
         tl.store(
             coefficient_ptr + pair,
             coefficient.to(coefficient_ptr.dtype.element_ty),
-            mask=source_mask[:, None] & site_mask[None, :],
+            mask=site_mask[:, None] & source_mask[None, :],
         )
 
 
@@ -230,7 +233,7 @@ def gather_group(
         ADD=add,
         PER_HEAD=factor_KT.dim() == 3,
         **tile.head_sides,
-        SOURCES=16,
+        SOURCES=8 if num_sources <= 8 else 16,
         SITES=padded,
         TOKENS=tokens,
         STAGES=stages,
@@ -285,20 +288,16 @@ def query_gradient(
 def _gather_group_tuning(head_width: int, sites: int) -> tuple[int, int, int]:
     """Tokens a program, warps and pipeline stages of :func:`gather_group` that measured best on an H200 (NOTES.md)."""
     elements = sites * head_width
-    if elements <= 2048:
+    if elements <= 2560:
         return 16, 1, 3
-    if elements <= 4096 and head_width <= 160:
+    if head_width <= 128:
         return 16, 1, 2
-    if elements <= 5120:
-        return 16, 2, 3
-    if head_width & (head_width - 1):
-        return 16, 2, 2
-    return 32, 4, (3 if sites <= 32 else 2)
+    return 16, 2, (3 if elements <= 5120 else 2)
 
 
 def _query_gradient_tuning(head_width: int, sites: int) -> tuple[int, int, int, int]:
     """Sites and pairs of a tile, warps and stages of :func:`query_gradient` that measured best (NOTES.md)."""
     if 16 < sites <= 32 and head_width & (head_width - 1):
-        return 16, 32, 4, 2
-    side = 16 if sites <= 16 else 32 if sites <= 32 else 64
-    return side, (128 if head_width <= 64 or side == 64 else 64), 8, 2
+        return 32, 128, 2, 2
+    side = 8 if sites <= 8 else 16 if sites <= 16 else 32 if sites <= 32 else 64
+    return side, (128 if head_width <= (128 if side == 8 else 64) or side == 64 else 64), 8, 2

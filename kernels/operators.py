@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 from scaling.kernels.backward import BackwardStep
-from scaling.kernels.gather import receive
 from scaling.kernels.ledgers import Ledgers
 from scaling.kernels.pull import pull
 from scaling.kernels.pull_group import pull_group
+from scaling.kernels.receive import receive
 from scaling.kernels.schedule import Ledger, Plan, in_backward
 from scaling.kernels.tile import head_fold
 
@@ -133,7 +133,7 @@ def _site(
         if (again and not silent) or site == group.start:
             pull_group(
                 bank_NTD=bank, factor_NT=factor, query_SD=query, partial_QTD=target, lse_QTH=target_lse,
-                num_rows=older, sites=sites,
+                num_rows=older, sites=sites, group=len(group),
             )  # fmt: skip
     row = plan.write_row(site)
     if silent:

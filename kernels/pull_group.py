@@ -15,7 +15,7 @@ from torch import Tensor
 
 from scaling.kernels.tile import dot, head_mask, head_offsets, head_tile, is_exact, narrow
 
-MAX_GROUP_QUERIES = 16  # rows of the smallest tensor-core tile: more queries in a group would need a second tile
+MAX_GROUP_QUERIES = 16  # columns of the larger of two tiles; the smaller has 8
 _MAX_WHOLE_ROWS = 64  # up to here one tile holds all older sources of a token and head; beyond, tiles of this many
 
 
@@ -70,17 +70,18 @@ def _pull_group_kernel(
             rows_mask = head_mask(row_mask[:, None], C, MAIN)
             value = tl.load(bank_ptr + base + row_offset + main[None, :], mask=rows_mask, other=0.0)
             factor = tl.load(factor_ptr + factor_offset + token * FACTORS, mask=row_mask, other=0.0)
-            score = dot(query, tl.trans(value), tl.zeros([QUERIES, ROWS], tl.float32), EXACT)
+            # Rows along the rows, which tensor cores take 16 at a time, queries along the columns: 8 need no padding.
+            score = dot(value, tl.trans(query), tl.zeros([ROWS, QUERIES], tl.float32), EXACT)
             if REST > 0:
                 value_rest = tl.load(
                     bank_ptr + base + row_offset + rest[None, :], mask=row_mask[:, None] & rest_mask, other=0.0
                 )
-                score = dot(query_rest, tl.trans(value_rest), score, EXACT)
-            score = tl.where(row_mask[None, :], score * factor[None, :], float("-inf"))
-            top = tl.max(score, 1)
-            weight = tl.exp(score - top[:, None])
-            total = tl.sum(weight, 1)
-            weight = narrow(weight / total[:, None], value.dtype)
+                score = dot(value_rest, tl.trans(query_rest), score, EXACT)
+            score = tl.where(row_mask[:, None], score * factor[:, None], float("-inf"))
+            top = tl.max(score, 0)
+            weight = tl.exp(score - top[None, :])
+            total = tl.sum(weight, 0)
+            weight = tl.trans(narrow(weight / total[None, :], value.dtype))
             mixed = dot(weight, value, tl.zeros([QUERIES, MAIN], tl.float32), EXACT)
             if REST > 0:
                 mixed_rest = dot(weight, value_rest, tl.zeros([QUERIES, REST], tl.float32), EXACT)
@@ -97,20 +98,21 @@ def _pull_group_kernel(
                 value = tl.load(block_ptr + row_offset + main[None, :], mask=rows_mask, other=0.0)
                 start_factor_ptr = factor_ptr + (tl.cast(start, tl.int64) * num_tokens + token) * FACTORS
                 factor = tl.load(start_factor_ptr + factor_offset, mask=row_mask, other=0.0)
-                score = dot(query, tl.trans(value), tl.zeros([QUERIES, ROWS], tl.float32), EXACT)
+                score = dot(value, tl.trans(query), tl.zeros([ROWS, QUERIES], tl.float32), EXACT)
                 if REST > 0:
                     value_rest = tl.load(
                         block_ptr + row_offset + rest[None, :], mask=row_mask[:, None] & rest_mask, other=0.0
                     )
-                    score = dot(query_rest, tl.trans(value_rest), score, EXACT)
-                score = tl.where(row_mask[None, :], score * factor[None, :], float("-inf"))
-                new_top = tl.maximum(top, tl.max(score, 1))
+                    score = dot(value_rest, tl.trans(query_rest), score, EXACT)
+                score = tl.where(row_mask[:, None], score * factor[:, None], float("-inf"))
+                new_top = tl.maximum(top, tl.max(score, 0))
                 keep = tl.exp(top - new_top)
-                weight = tl.exp(score - new_top[:, None])
-                total = total * keep + tl.sum(weight, 1)
-                mixed = dot(narrow(weight, value.dtype), value, mixed * keep[:, None], EXACT)
+                weight = tl.exp(score - new_top[None, :])
+                total = total * keep + tl.sum(weight, 0)
+                weight = tl.trans(narrow(weight, value.dtype))
+                mixed = dot(weight, value, mixed * keep[:, None], EXACT)
                 if REST > 0:
-                    mixed_rest = dot(narrow(weight, value.dtype), value_rest, mixed_rest * keep[:, None], EXACT)
+                    mixed_rest = dot(weight, value_rest, mixed_rest * keep[:, None], EXACT)
                 top = new_top
             mixed = mixed / total[:, None]
             if REST > 0:
@@ -136,9 +138,14 @@ def pull_group(
     lse_QTH: Tensor,
     num_rows: int,
     sites: range,
+    group: int,
 ) -> None:
-    """Route ``sites``, at most :data:`MAX_GROUP_QUERIES`, over the first ``num_rows`` rows of the bank in one read."""
-    assert 0 < len(sites) <= MAX_GROUP_QUERIES and num_rows > 0
+    """Route ``sites`` over the first ``num_rows`` rows of the bank in one read.
+
+    ``group``, at most :data:`MAX_GROUP_QUERIES`, is how many sites share rows here, also where only some are asked for:
+    it decides the tile, so that a site alone gives what it gives among the others, to the bit.
+    """
+    assert 0 < len(sites) <= group <= MAX_GROUP_QUERIES and num_rows > 0
     _, num_tokens, width = bank_NTD.shape
     tile = head_tile(width, lse_QTH.shape[-1])
     whole = num_rows <= _MAX_WHOLE_ROWS
@@ -158,7 +165,7 @@ def pull_group(
         partial_QTD.stride(0),
         PER_HEAD=factor_NT.dim() == 3,
         **tile.head_sides,
-        QUERIES=MAX_GROUP_QUERIES,
+        QUERIES=8 if group <= 8 else MAX_GROUP_QUERIES,
         ROWS=rows,
         WHOLE=whole,
         TOKENS=tokens,
@@ -170,4 +177,7 @@ def pull_group(
 
 def _group_tuning(head_width: int, rows: int) -> tuple[int, int, int]:
     """Tokens a program, warps and pipeline stages of :func:`pull_group` that measured best on an H200 (NOTES.md)."""
-    return 16, (1 if rows * head_width <= 5120 else 2), 3
+    elements = rows * head_width
+    if elements <= 4096:
+        return 16, 1, 3
+    return (16, 1, 2) if head_width <= 160 else (16, 2, 3)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from scaling.kernels.decoder import Shape
-from scaling.kernels.gather import gather, receive
+from scaling.kernels.gather import gather
 from scaling.kernels.gather_group import gather_group, query_gradient
 from scaling.kernels.hyper import Rule
 from scaling.kernels.hyper_backward import step_gradients
@@ -27,6 +27,7 @@ from scaling.kernels.hyper_spread import spread as spread_hyper
 from scaling.kernels.hyper_tokens import read, weigh, write
 from scaling.kernels.pull import pull
 from scaling.kernels.pull_group import pull_group
+from scaling.kernels.receive import receive
 from scaling.kernels.timed_streams import stream_cases
 
 # first words of the kernels' names, which ``scaling bench kernels --operation`` takes
@@ -97,7 +98,7 @@ def _routing(shape: Shape, device: str) -> Iterator[Case]:
     for rows in (_GROUP, (N - 1) // _GROUP * _GROUP - _GROUP):
         call = partial(
             pull_group, bank_NTD=bank_NTD, factor_NT=factor_NT, query_SD=query_SD, partial_QTD=partial_KTD,
-            lse_QTH=lse_STH[:_GROUP], num_rows=rows, sites=range(_GROUP, 2 * _GROUP),
+            lse_QTH=lse_STH[:_GROUP], num_rows=rows, sites=range(_GROUP, 2 * _GROUP), group=_GROUP,
         )  # fmt: skip
         yield f"pull_group of {_GROUP} over {rows} rows", "forward", (rows + _GROUP) * row, call
     yield "receive", "backward", 3 * row, run_receive

@@ -73,7 +73,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     for name, stub in (
         ("_need_gpu", lambda: None), ("_versions", lambda: VERSIONS), ("_step_rows", step_rows), ("cases", cases),
-        ("_time", time), ("_copy_rate", lambda: 1e8),
+        ("_time_alone", time), ("_copy_rate", lambda: 1e8),
     ):  # fmt: skip
         monkeypatch.setattr(benchmark, name, stub)
     return plan
