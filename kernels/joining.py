@@ -131,20 +131,22 @@ def _msar(model: Decoder, source: Tensor, inputs: Inputs, *, kernels: bool) -> T
     block, last, total = block_size(inputs), len(inputs) - 1, source
     weights = [model.joining[name] for name in ("key", *(f"kernel{width}" for width in WIDTHS))]
     mixer = (model.joining["phi"], model.joining["scale"], model.joining["bias"])
-    read: Callable[[int, Tensor], Tensor]
-    if kernels:
-        bank = StreamBank(weights[0], weights[1:], mixer, source, None, block=block, scope="source", eps=EPS)
-        read = bank.site
-    else:
-        read = StreamDepth(model, block).read
+    reader = (
+        StreamBank(weights[0], weights[1:], mixer, source, None, block=block, scope="source", eps=EPS)
+        if kernels
+        else StreamDepth(model, block)
+    )
     update = source
-    for site, (function, gain, region_weights) in enumerate(inputs):
-        if site == last:
-            break
-        update = model.region(normed_region)(function, read(site, source), gain, *region_weights)
-        source = newest_source(block, update, source, site)
-        if (site + 1) % block == 0 or site + 1 == last:
+    for site, (function, gain, region_weights) in enumerate(inputs[:last]):
+        if site == 0 or (site - 1) % block == 0:  # a block's first output, or the embedding
+            source = update
+            routed = reader.site(site, source)
+        else:
+            source, routed = reader.add_site(site, source, update)
+        if site > 0 and site % block == 0:
             total = total + source
+        update = model.region(normed_region)(function, routed, gain, *region_weights)
+    total = total + newest_source(block, update, source, last - 1)
     function, gain, region_weights = inputs[last]
     return cast(Tensor, model.region(normed_region)(function, total, gain, *region_weights))
 

@@ -110,7 +110,13 @@ class StreamDepth:
         key_SMD = model.joining["key"]
         self.depths = [Depth(model, key_SMD[:, j].unsqueeze(1), block) for j in range(STREAMS)]
 
-    def read(self, site: int, source: Tensor) -> Tensor:
+    def add_site(self, site: int, total: Tensor, update: Tensor) -> tuple[Tensor, Tensor]:
+        """:meth:`site` of a running sum that goes on."""
+        source = total + update
+        return source, self.site(site, source)
+
+    def site(self, site: int, source: Tensor) -> Tensor:
+        """What a site reads, its newest source being ``source``."""
         joining, owner = self.model.joining, -(-site // self.block)
         taps = [joining[f"kernel{width}"][owner] for width in WIDTHS]
         streams = (source, *self.model.region(convolve)(source, *taps))

@@ -4,7 +4,7 @@ For sublayers whose input a routing kernel has normed: no compiled norm is there
 gradients, so that it would be a kernel of its own, four tensors of the width for three maps. Here every product after
 the first adds to what is there (beta = 1), two tensors, read by kernels that wait for arithmetic.
 
-Shape legend: B any leading axes, D width of the input, F width of an output.
+Shape legend: B any leading axes, R all of them as one, D width of the input, F width of an output.
 """
 
 from __future__ import annotations
@@ -42,16 +42,15 @@ def _products_fake(x: Tensor, weights: list[Tensor]) -> list[Tensor]:
     "isoloss::input_gradient", mutates_args=(), schema="(Tensor[] gradients, Tensor[] weights) -> Tensor"
 )
 def _input_gradient(gradients: list[Tensor], weights: list[Tensor]) -> Tensor:
-    first_RF, *others = (gradient.flatten(0, -2) for gradient in gradients)
-    total_RD = first_RF @ weights[0]
-    for gradient_RF, weight_FD in zip(others, weights[1:], strict=True):
+    total_RD = gradients[0] @ weights[0]
+    for gradient_RF, weight_FD in zip(gradients[1:], weights[1:], strict=True):
         total_RD.addmm_(gradient_RF, weight_FD)
-    return total_RD.view(*gradients[0].shape[:-1], weights[0].shape[1])
+    return total_RD
 
 
 @_input_gradient.register_fake
 def _input_gradient_fake(gradients: list[Tensor], weights: list[Tensor]) -> Tensor:
-    return gradients[0].new_empty((*gradients[0].shape[:-1], weights[0].shape[1]))
+    return gradients[0].new_empty((gradients[0].shape[0], weights[0].shape[1]))
 
 
 def _setup(ctx: Any, inputs: tuple[Tensor, list[Tensor]], output: list[Tensor]) -> None:
@@ -62,8 +61,11 @@ def _setup(ctx: Any, inputs: tuple[Tensor, list[Tensor]], output: list[Tensor]) 
 def _backward(ctx: Any, gradients: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
     x_BD, *weights = ctx.saved_tensors
     x_RD = x_BD.flatten(0, -2)
-    input_gradient = torch.ops.isoloss.input_gradient(gradients, weights)
-    return input_gradient, [gradient.flatten(0, -2).t() @ x_RD for gradient in gradients]
+    gradients = [gradient.flatten(0, -2) for gradient in gradients]
+    # The weights' first: a gradient that an operator it does not know meets first, the compiler writes twice.
+    weight_gradients = [gradient_RF.t() @ x_RD for gradient_RF in gradients]
+    input_gradient_RD = torch.ops.isoloss.input_gradient(gradients, weights)
+    return input_gradient_RD.view(x_BD.shape), weight_gradients
 
 
 _products.register_autograd(_backward, setup_context=_setup)

@@ -21,13 +21,31 @@ _SCORE = {"TOKENS": 64, "COLUMNS": 64, "num_warps": 4, "STAGES": 3}
 
 
 @triton.jit
+def _sum(row, update):
+    """The sum as it is kept: streams are made of that, in backward as well."""
+    return narrow(row.to(tl.float32) + update.to(tl.float32), row.dtype)
+
+
+@triton.jit
+def _load_tokens(source_ptr, update_ptr, UPDATE: tl.constexpr, COUNT: tl.constexpr, D: tl.constexpr):
+    """The rows of ``COUNT`` tokens, and what is to be added to them: later, or their loads would be waited for here."""
+    updates = ()
+    if UPDATE:
+        updates = load_rows(update_ptr, COUNT, D)
+    return load_rows(source_ptr, COUNT, D), updates
+
+
+@triton.jit
 def _expand_tokens(
     rows,  # of COUNT tokens
+    updates,  # to add to them, if UPDATE
     ring,  # the values of the tokens before, the newest first
     taps,
     age_ptr,
+    sum_ptr,
     out_ptr,
     line,
+    UPDATE: tl.constexpr,
     MASKED: tl.constexpr,
     COUNT: tl.constexpr,
     TAPS: tl.constexpr,
@@ -38,7 +56,11 @@ def _expand_tokens(
 ):
     """Write the streams of ``COUNT`` tokens, which look at no other document if ``MASKED``, else as far as they can."""
     for step in tl.static_range(COUNT):
-        window = (rows[step].to(tl.float32),) + ring
+        row = rows[step]
+        if UPDATE:
+            row = _sum(row, updates[step])
+            tl.store(sum_ptr + step * D, row)
+        window = (row.to(tl.float32),) + ring
         if MASKED:
             age = tl.load(age_ptr + step)
         streams = ()
@@ -64,13 +86,16 @@ def _expand_tokens(
 @triton.jit(do_not_specialize=["owner", "num_tokens", "span"])
 def _expand_kernel(
     source_ptr,  # (T, D)
+    update_ptr,  # (T, D) to add to the source, if UPDATE
     tap_ptr,  # (Q, K, D) float32
     age_ptr,  # (T,) int32
+    sum_ptr,  # (T, D) out: of source and update
     stream_ptr,  # (M, T, D) out
     owner,
     num_tokens,
     span,
     owner_stride,
+    UPDATE: tl.constexpr,
     TAPS: tl.constexpr,  # of each stream
     FIRST: tl.constexpr,  # the first of each stream
     MOST: tl.constexpr,
@@ -84,40 +109,51 @@ def _expand_kernel(
     first = tl.program_id(1) * span
     length = tl.minimum(span, num_tokens - first)
     line = tl.cast(num_tokens, tl.int64) * D
-    source_ptr += tl.cast(first, tl.int64) * D + column
-    stream_ptr += tl.cast(first, tl.int64) * D + column
+    corner = tl.cast(first, tl.int64) * D + column
+    source_ptr += corner
+    update_ptr += corner
+    sum_ptr += corner
+    stream_ptr += corner
     age_ptr += first
     tap_ptr += tl.cast(owner, tl.int64) * owner_stride + column
     taps = load_rows(tap_ptr, K, D)
     ring = ()  # the values of the last tokens, the newest first
     for tau in tl.static_range(1, MOST):
-        ring = ring + (tl.load(source_ptr - tau * D, mask=first >= tau, other=0.0).to(tl.float32),)
+        row = tl.load(source_ptr - tau * D, mask=first >= tau, other=0.0)
+        if UPDATE:
+            row = _sum(row, tl.load(update_ptr - tau * D, mask=first >= tau, other=0.0))
+        ring = ring + (row.to(tl.float32),)
     whole = length // TOGETHER * TOGETHER
     if whole > 0:
-        rows = load_rows(source_ptr, TOGETHER, D)
+        rows, updates = _load_tokens(source_ptr, update_ptr, UPDATE, TOGETHER, D)
         age = tl.load(age_ptr + TOGETHER - 1)
         for start in range(0, whole, TOGETHER):
             values = rows
+            due = updates
             newest = age
             # Memory answers while this group is computed; the last group asks for itself, so that loads need no mask.
             following = tl.minimum(start + TOGETHER, whole - TOGETHER)
-            rows = load_rows(source_ptr + tl.cast(following, tl.int64) * D, TOGETHER, D)
+            offset = tl.cast(following, tl.int64) * D
+            rows, updates = _load_tokens(source_ptr + offset, update_ptr + offset, UPDATE, TOGETHER, D)
             age = tl.load(age_ptr + following + TOGETHER - 1)
-            out_ptr = stream_ptr + tl.cast(start, tl.int64) * D
+            offset = tl.cast(start, tl.int64) * D
             due_ptr = age_ptr + start
             if MOST == 1 or newest >= MOST + TOGETHER - 2:  # no document begins near: within it, ages grow by one
                 ring = _expand_tokens(
-                    values, ring, taps, due_ptr, out_ptr, line, False, TOGETHER, TAPS, FIRST, MOST, M, D
-                )
+                    values, due, ring, taps, due_ptr, sum_ptr + offset, stream_ptr + offset, line,
+                    UPDATE, False, TOGETHER, TAPS, FIRST, MOST, M, D,
+                )  # fmt: skip
             else:
                 ring = _expand_tokens(
-                    values, ring, taps, due_ptr, out_ptr, line, True, TOGETHER, TAPS, FIRST, MOST, M, D
-                )
+                    values, due, ring, taps, due_ptr, sum_ptr + offset, stream_ptr + offset, line,
+                    UPDATE, True, TOGETHER, TAPS, FIRST, MOST, M, D,
+                )  # fmt: skip
     for token in range(whole, length):
         offset = tl.cast(token, tl.int64) * D
+        values, due = _load_tokens(source_ptr + offset, update_ptr + offset, UPDATE, 1, D)
         ring = _expand_tokens(
-            load_rows(source_ptr + offset, 1, D), ring, taps, age_ptr + token, stream_ptr + offset, line,
-            True, 1, TAPS, FIRST, MOST, M, D,
+            values, due, ring, taps, age_ptr + token, sum_ptr + offset, stream_ptr + offset, line,
+            UPDATE, True, 1, TAPS, FIRST, MOST, M, D,
         )  # fmt: skip
 
 
@@ -169,21 +205,33 @@ def _score_kernel(
     tl.store(score_ptr + pair * M + stream, score, mask=token_mask[:, None] & site_mask[None, :])
 
 
-def expand(streams: Streams, source_TD: Tensor, stream_MTD: Tensor, *, owner: int) -> None:
-    """Write one source's streams."""
+def expand(
+    streams: Streams,
+    source_TD: Tensor,
+    stream_MTD: Tensor,
+    *,
+    owner: int,
+    update_TD: Tensor | None = None,
+    sum_TD: Tensor | None = None,
+) -> None:
+    """Write one source's streams; with ``update_TD`` the source is the sum of both, which ``sum_TD`` gets."""
+    assert (update_TD is None) == (sum_TD is None)
     _, num_tokens, width = stream_MTD.shape
     sides = tile(_EXPAND, width)
     programs = width // sides["COLUMNS"]
     span, spans = whole_spans(num_tokens, num_spans(num_tokens, programs, sides.pop("RESIDENT")), sides["TOGETHER"])
     _expand_kernel[(programs, spans)](
         source_TD,
+        source_TD if update_TD is None else update_TD,
         streams.tap_QKD,
         streams.age_T,
+        source_TD if sum_TD is None else sum_TD,
         stream_MTD,
         owner,
         num_tokens,
         span,
         streams.tap_QKD.stride(0),
+        UPDATE=update_TD is not None,
         D=width,
         **sides,
         **streams.constants,

@@ -96,7 +96,7 @@ def _store_results(
     for step in tl.static_range(COUNT):
         result = finished[step]
         if ADD:
-            result += before[step]
+            result += before[step].to(tl.float32)
         out = narrow(result, ptr.dtype.scalar.element_ty)
         tl.store(ptr + (step - (MOST - 1)) * D, out, mask=token + step >= MOST - 1)
 
@@ -111,6 +111,7 @@ def _fold_group(
     tap_gradients,
     source_ptr,
     gradient_ptr,
+    before_ptr,
     result_ptr,
     line,
     start,
@@ -132,7 +133,7 @@ def _fold_group(
         offset = tl.cast(token, tl.int64) * D
         before = ()
         if ADD:
-            before = _load_results(result_ptr + offset, token, AHEAD, MOST, D)
+            before = _load_results(before_ptr + offset, token, AHEAD, MOST, D)
         earlier, results, tap_gradients, finished = _fold_tokens(
             values, gradients, earlier, results, taps, tap_gradients, 0, False, AHEAD, TAPS, FIRST, MOST, K, M
         )
@@ -149,6 +150,7 @@ def _fold_token(
     source_ptr,
     gradient_ptr,
     age_ptr,
+    before_ptr,
     result_ptr,
     line,
     token,
@@ -159,7 +161,7 @@ def _fold_token(
     offset = tl.cast(token, tl.int64) * D
     before = ()
     if ADD:
-        before = _load_results(result_ptr + offset, token, 1, MOST, D)
+        before = _load_results(before_ptr + offset, token, 1, MOST, D)
     rows, gradients = load_rows(source_ptr + offset, 1, D), _load_gradients(gradient_ptr + offset, line, 1, M, D)
     age = tl.load(age_ptr + token)
     earlier, results, tap_gradients, finished = _fold_tokens(
@@ -199,7 +201,8 @@ def _fold_kernel(
     stream_gradient_ptr,  # (M, T, D) dX
     tap_ptr,  # (Q, K, D) float32
     age_ptr,  # (T,) int32
-    result_ptr,  # (T, D) out; added to if ADD
+    before_ptr,  # (T, D) to add to the result, if ADD
+    result_ptr,  # (T, D) out
     tap_gradient_ptr,  # (G, K, D) float32 out
     owner,
     num_tokens,
@@ -223,6 +226,7 @@ def _fold_kernel(
     line = tl.cast(num_tokens, tl.int64) * D
     source_ptr += tl.cast(first, tl.int64) * D + column
     stream_gradient_ptr += tl.cast(first, tl.int64) * D + column
+    before_ptr += tl.cast(first, tl.int64) * D + column
     result_ptr += tl.cast(first, tl.int64) * D + column
     age_ptr += first
     taps = load_rows(tap_ptr + tl.cast(owner, tl.int64) * owner_stride + column, K, D)
@@ -248,14 +252,14 @@ def _fold_kernel(
             if MOST == 1 or newest >= MOST + TOGETHER - 2:  # no document begins near: ages grow by one within it
                 rows, gradient_rows, earlier, results, tap_gradients = _fold_group(
                     rows, gradient_rows, earlier, results, taps, tap_gradients,
-                    source_ptr, stream_gradient_ptr, result_ptr, line, start, following,
+                    source_ptr, stream_gradient_ptr, before_ptr, result_ptr, line, start, following,
                     ADD, TAPS, FIRST, MOST, K, M, D, TOGETHER, AHEAD,
                 )  # fmt: skip
             else:
                 for token in range(start, start + TOGETHER):
                     earlier, results, tap_gradients = _fold_token(
                         earlier, results, taps, tap_gradients,
-                        source_ptr, stream_gradient_ptr, age_ptr, result_ptr, line, token,
+                        source_ptr, stream_gradient_ptr, age_ptr, before_ptr, result_ptr, line, token,
                         ADD, TAPS, FIRST, MOST, K, M, D,
                     )  # fmt: skip
                 offset = tl.cast(following, tl.int64) * D
@@ -264,7 +268,7 @@ def _fold_kernel(
     for token in range(whole, length):
         earlier, results, tap_gradients = _fold_token(
             earlier, results, taps, tap_gradients,
-            source_ptr, stream_gradient_ptr, age_ptr, result_ptr, line, token,
+            source_ptr, stream_gradient_ptr, age_ptr, before_ptr, result_ptr, line, token,
             ADD, TAPS, FIRST, MOST, K, M, D,
         )  # fmt: skip
     for tap in tl.static_range(K):
@@ -282,15 +286,24 @@ def _fold_kernel(
             row_ptr = stream_gradient_ptr + stream * line + offset + beyond * D
             gradients = gradients + (tl.load(row_ptr, mask=inside, other=0.0),)
     if ADD:
-        before = _load_results(result_ptr + offset, length, MOST - 1, MOST, D)
+        before = _load_results(before_ptr + offset, length, MOST - 1, MOST, D)
     finished = _fold_beyond(gradients, results, taps, ages, TAPS, FIRST, MOST, M)
     _store_results(result_ptr + offset, length, finished, before, ADD, MOST - 1, MOST, D)
 
 
 def fold(
-    streams: Streams, source_TD: Tensor, stream_gradient_MTD: Tensor, *, owner: int, result_TD: Tensor, add: bool
+    streams: Streams,
+    source_TD: Tensor,
+    stream_gradient_MTD: Tensor,
+    *,
+    owner: int,
+    result_TD: Tensor,
+    before_TD: Tensor | None = None,
 ) -> Tensor:
-    """Write, or add to float32, the gradient of a source; return those of its kernels' taps by span, ``(G, K, D)``."""
+    """Write the gradient of a source, added to ``before_TD`` if given, which may be the result; return taps' gradients.
+
+    Those of its kernels' taps are by span, ``(G, K, D)``.
+    """
     _, num_tokens, width = stream_gradient_MTD.shape
     sides = tile(_FOLD, width)
     programs = width // sides["COLUMNS"]
@@ -301,13 +314,14 @@ def fold(
         stream_gradient_MTD,
         streams.tap_QKD,
         streams.age_T,
+        result_TD if before_TD is None else before_TD,
         result_TD,
         tap_gradient,
         owner,
         num_tokens,
         span,
         streams.tap_QKD.stride(0),
-        ADD=add,
+        ADD=before_TD is not None,
         D=width,
         **sides,
         **streams.constants,

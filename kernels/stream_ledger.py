@@ -1,6 +1,6 @@
 """The ledger of a multi-stream bank: its storage behind the token, and what one site does forward and backward.
 
-Between the kernels and the operators of :mod:`scaling.kernels.stream_bank`. Sources are in the bank, streams and mixes
+Between the kernels and :mod:`scaling.kernels.stream_operators`. Sources are in the bank, streams and mixes
 in buffers of the ledger: they live from the first site to the last, are gone while the loss is computed, and come back
 for the backward pass. Backward leaves a phase at its first site: then the gradients of the finished sources' streams
 are formed from the Go of all its sites.
@@ -140,24 +140,36 @@ def num_splits(num_tokens: int, programs: int) -> int:
     return int(triton.cdiv(num_tokens, triton.cdiv(num_tokens, wanted)))
 
 
-def forward_site(ledger: StreamLedger, bank: Tensor, site: int, source_TD: Tensor, *, again: bool) -> Tensor:
-    """A site's output; ``again``: the forward pass is complete, logits and log-sum-exps are known."""
+def forward_site(
+    ledger: StreamLedger, bank: Tensor, site: int, source_TD: Tensor, update_TD: Tensor | None = None, *, again: bool
+) -> tuple[Tensor, Tensor]:
+    """A site's source, with the update added to it if there is one, and output.
+
+    ``again``: the forward pass is complete, logits and log-sum-exps are known.
+    """
+    assert update_TD is None or site % ledger.block
     if site % ledger.block == 0 and not again:
         # behind autograd's back, as the kernels write: .data has a version counter of its own
         bank.data[newest_row(site, ledger.block)] = source_TD
     phase = ledger.phase_of(site)
     _make_streams(ledger, bank, site, phase, final=again)
     mix_MTD = _mixes_again(ledger, site) if again else _mixes(ledger, site, phase)
-    newest_MTD = _newest(ledger, site, source_TD)
+    source_TD, newest_MTD = _newest(ledger, site, source_TD, update_TD)
     output_TD = torch.empty_like(bank[0])
     blend(mix_MTD, newest_MTD, output_TD=output_TD, **_site_weights(ledger, site))
     if not again and site == ledger.num_sites - 1:
         ledger.drop_streams()
-    return output_TD
+    return source_TD, output_TD
 
 
-def backward_site(ledger: StreamLedger, bank: Tensor, site: int, gradient_TD: Tensor, source_TD: Tensor) -> Tensor:
-    """The gradient of a site's newest source; the gradients of the site's weights are added up in the ledger."""
+def backward_site(
+    ledger: StreamLedger, bank: Tensor, site: int, gradient_TD: Tensor, source_TD: Tensor, before_TD: Tensor | None
+) -> Tensor:
+    """The gradient of a site's newest source, added to ``before_TD``, that of others who read a running sum.
+
+    The gradients of the site's weights are added up in the ledger.
+    """
+    assert before_TD is None or site % ledger.block
     if ledger.scalar_LWT is None:
         ledger.open_backward()
     assert ledger.scalar_LWT is not None and ledger.logit_gradient_STM is not None
@@ -166,7 +178,7 @@ def backward_site(ledger: StreamLedger, bank: Tensor, site: int, gradient_TD: Te
     if ledger.phase != phase:
         _mix_phase(ledger, phase, final=True)
     assert ledger.mix_LMTD is not None
-    newest_MTD = _newest(ledger, site, source_TD)
+    _, newest_MTD = _newest(ledger, site, source_TD)
     local = site - phase.sites.start
     scalar_WT, mix_MTD = ledger.scalar_LWT[local], ledger.mix_LMTD[local]
     stream_gradient_MTD = None if newest_MTD is None else torch.empty_like(newest_MTD)
@@ -181,7 +193,7 @@ def backward_site(ledger: StreamLedger, bank: Tensor, site: int, gradient_TD: Te
         here = range(site, site + 1)
         _keys(ledger, newest_MTD[None], coefficient_M2T[None, :, :, None], scalar_WT[None], num_rows=1, sites=here)
         del newest_MTD
-        _fold(ledger, source_TD, stream_gradient_MTD, ledger.owner(row, site), result_TD, add=False)
+        _fold(ledger, source_TD, stream_gradient_MTD, ledger.owner(row, site), result_TD, before_TD)
     if local == 0:
         _gather_phase(ledger, bank, phase)
     if site % ledger.block == 0:
@@ -257,20 +269,29 @@ def _mixes_again(ledger: StreamLedger, site: int) -> Tensor:
     return mix_LMTD[0]
 
 
-def _newest(ledger: StreamLedger, site: int, source_TD: Tensor) -> Tensor | None:
-    """The streams of a running sum; None where the newest source is finished."""
+def _newest(
+    ledger: StreamLedger, site: int, source_TD: Tensor, update_TD: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """The running sum, with the update added, and its streams; None where the newest source is finished."""
     if site % ledger.block == 0:
-        return None
+        return source_TD, None
     newest_MTD = source_TD.new_empty((ledger.streams.num_streams, *source_TD.shape))
-    expand(ledger.streams, source_TD, newest_MTD, owner=ledger.owner(newest_row(site, ledger.block), site))
-    return newest_MTD
+    sum_TD = None if update_TD is None else torch.empty_like(source_TD)
+    owner = ledger.owner(newest_row(site, ledger.block), site)
+    expand(ledger.streams, source_TD, newest_MTD, owner=owner, update_TD=update_TD, sum_TD=sum_TD)
+    return source_TD if sum_TD is None else sum_TD, newest_MTD
 
 
 def _fold(
-    ledger: StreamLedger, source_TD: Tensor, gradient_MTD: Tensor, owner: int, result_TD: Tensor, *, add: bool
+    ledger: StreamLedger,
+    source_TD: Tensor,
+    gradient_MTD: Tensor,
+    owner: int,
+    result_TD: Tensor,
+    before_TD: Tensor | None,
 ) -> None:
     assert ledger.tap_gradient_QKD is not None
-    taps = fold(ledger.streams, source_TD, gradient_MTD, owner=owner, result_TD=result_TD, add=add)
+    taps = fold(ledger.streams, source_TD, gradient_MTD, owner=owner, result_TD=result_TD, before_TD=before_TD)
     ledger.tap_gradient_QKD[owner] += taps.sum(0)
 
 
@@ -306,7 +327,8 @@ def _gather_phase(ledger: StreamLedger, bank: Tensor, phase: Phase) -> None:
         )  # fmt: skip
         for row in rows:
             owner = ledger.owner(row, phase.sites.start)
-            _fold(ledger, bank[row], buffer[row - first], owner, ledger.source_gradient_FTD[row], add=True)
+            so_far_TD = ledger.source_gradient_FTD[row]
+            _fold(ledger, bank[row], buffer[row - first], owner, so_far_TD, so_far_TD)
     _keys(
         ledger, ledger.stream_FMTD, coefficient, ledger.scalar_LWT, num_rows=phase.num_rows, sites=phase.sites
     )  # fmt: skip

@@ -10,7 +10,8 @@ the forward pass, and once more during the backward pass.
 - :mod:`scaling.kernels.stream_turn`, :mod:`scaling.kernels.stream_gather`, :mod:`scaling.kernels.stream_keys`,
   :mod:`scaling.kernels.stream_fold`: the gradients of a site, of the finished sources' streams, of what they are dotted
   with, and of what they were made of;
-- :mod:`scaling.kernels.stream_ledger` and :mod:`scaling.kernels.stream_bank`: storage, order and operators.
+- :mod:`scaling.kernels.stream_ledger`, :mod:`scaling.kernels.stream_operators` and :mod:`scaling.kernels.stream_bank`:
+  storage and order, operators, and what models call.
 
 Shape legend: F finished sources, S sites, L sites of a phase, T tokens (batch and sequence flattened), D width, M
 streams, P pairs of site and source, Q owners of kernels, K taps of all streams, G splits of the tokens.

@@ -77,7 +77,7 @@ def stream_cases(shape: Shape, device: str) -> Iterator[Case]:
         **site,
     )  # fmt: skip
     yield "streams turn", "backward", (4 * M + 1) * U, call
-    call = partial(fold, streams, source_TD, newest_MTD, owner=1, result_TD=result_TD, add=True)
+    call = partial(fold, streams, source_TD, newest_MTD, owner=1, result_TD=result_TD, before_TD=result_TD)
     yield "streams fold", "backward", (M + 5) * U, call
     call = partial(
         gather, mix_LMTD, stream_FMTD, phase, rows=range(_ROWS), key_SMD=key_SMD.bfloat16(), scalar_LWT=scalar_LWT,

@@ -119,6 +119,7 @@ class BankedStreams(State):
     def __init__(self, embedding_BTD: Tensor, document_BT: Tensor | None, method: Msar) -> None:
         self.method = method
         self.newest_BTD = embedding_BTD.to(bank_dtype(embedding_BTD))
+        self.update_BTD: Tensor | None = None  # of the newest source, to come: the next site's kernel adds it
         self.total_BTD = embedding_BTD
         self.within_block = False
         mixer = (method.mixer_project_SVM, method.mixer_gate_S, method.mixer_bias_SM) if method.mixes else None
@@ -136,12 +137,20 @@ class BankedStreams(State):
     def read(self, site: int) -> Tensor:
         if site == self.method.num_sublayers:
             return self.total_BTD
-        return self.bank.site(site, self.newest_BTD)
+        if self.update_BTD is None:
+            return self.bank.site(site, self.newest_BTD)
+        self.newest_BTD, routed_BTD = self.bank.add_site(site, self.newest_BTD, self.update_BTD)
+        self.update_BTD = None
+        return routed_BTD
 
     def write(self, site: int, out_BTD: Tensor) -> None:
-        self.newest_BTD = self.newest_BTD + out_BTD if self.within_block else out_BTD
-        self.within_block = not self.method.ends_block(site)
-        if not self.within_block:
+        ends = self.method.ends_block(site)
+        if self.within_block and not ends:
+            self.update_BTD = out_BTD
+        else:
+            self.newest_BTD = self.newest_BTD + out_BTD if self.within_block else out_BTD
+        self.within_block = not ends
+        if ends:
             self.total_BTD = self.total_BTD + self.newest_BTD
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from scaling.errors import KernelError
-from scaling.kernels import operators, stream_bank
+from scaling.kernels import operators, stream_operators
 from scaling.kernels.bank import SourceBank
 from scaling.kernels.hyper_step import HyperStreams
 from scaling.kernels.stream_bank import StreamBank
@@ -150,7 +150,7 @@ def test_stream_weights_that_do_not_fit(change: dict[str, Any], message: str) ->
 @pytest.mark.parametrize("kind", ["source", "streams"])
 def test_nothing_is_left_of_a_pass_that_was_given_up(kind: str, device: torch.device) -> None:
     """Ledgers, with all their buffers, go with the last tensor of the bank, after an error too."""
-    ledgers = operators._LEDGERS if kind == "source" else stream_bank._LEDGERS
+    ledgers = operators._LEDGERS if kind == "source" else stream_operators._LEDGERS
     gc.collect()
     before = len(ledgers)
     x = torch.randn(1, 2, 16, device=device, requires_grad=True)

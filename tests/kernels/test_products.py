@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import re
+import shutil
+
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._inductor.utils import run_and_get_code
 
-from scaling.kernels.decoder import separate
+from scaling.kernels.decoder import feed_forward, separate
 from scaling.kernels.products import products
 
 
@@ -69,3 +74,22 @@ def test_compiles_without_a_break_and_follows_autocast(device: torch.device) -> 
     assert [g.dtype for g in narrow] == [torch.float32] * 3
     for found, expected in zip(narrow, plain, strict=True):
         torch.testing.assert_close(found, expected, rtol=0.1, atol=0.1 * float(expected.abs().max()))
+
+
+@pytest.mark.slow
+def test_no_gradient_is_written_twice(device: torch.device) -> None:
+    """The compiler's code hands the same buffers to the sum of input gradients and to the weights' products."""
+    if device.type == "cpu" and shutil.which("g++") is None:
+        pytest.skip("torch.compile needs g++ on a CPU")
+    kind = {"device": device, "dtype": torch.bfloat16, "requires_grad": True}
+    weights = [torch.randn(size, **kind) for size in ((160, 64), (160, 64), (64, 160))]
+    compiled = torch.compile(lambda x, *weights: feed_forward(products, x, *weights), fullgraph=True)
+
+    def step() -> None:
+        compiled(torch.randn(2, 8, 64, **kind), *weights).float().sum().backward()
+
+    with torch._functorch.config.patch(enable_autograd_cache=False):  # it does not see operators' backward change
+        _, (_, backward) = run_and_get_code(step)
+    (summed,) = re.findall(r"isoloss\.input_gradient\.default\(\[(.*?)\], \[primals", backward)
+    multiplied = re.findall(r"mm\(reinterpret_tensor\((buf\d+), \(160, 16\), \(1, 160\)", backward)
+    assert len(multiplied) == 2 and set(re.findall(r"buf\d+", summed)) == set(multiplied)

@@ -78,15 +78,23 @@ def test_against_float64(
     stream_MTD = torch.empty_like(gradient_MTD)
     expand(made, source_TD, stream_MTD, owner=1)
     close(stream_MTD, truth_MTD.detach(), TOLERANCE[dtype])
+    update_TD = source_TD.flip(0)
+    sum_TD, sum_stream_MTD, plain_MTD = torch.empty_like(source_TD), torch.empty_like(stream_MTD), stream_MTD.clone()
+    expand(made, source_TD, sum_stream_MTD, owner=1, update_TD=update_TD, sum_TD=sum_TD)
+    expand(made, source_TD + update_TD, plain_MTD, owner=1)
+    assert torch.equal(sum_TD, source_TD + update_TD) and torch.equal(sum_stream_MTD, plain_MTD)
     runs = []
     for _ in range(2):
         written_TD, added_TD = torch.empty_like(source_TD), result_TD.clone()
-        tap_gradient_GKD = fold(made, source_TD, gradient_MTD, owner=1, result_TD=written_TD, add=False)
-        fold(made, source_TD, gradient_MTD, owner=1, result_TD=added_TD, add=True)
-        runs.append((written_TD, added_TD, tap_gradient_GKD))
+        tap_gradient_GKD = fold(made, source_TD, gradient_MTD, owner=1, result_TD=written_TD)
+        fold(made, source_TD, gradient_MTD, owner=1, result_TD=added_TD, before_TD=added_TD)
+        both_TD = torch.empty_like(source_TD)
+        fold(made, source_TD, gradient_MTD, owner=1, result_TD=both_TD, before_TD=update_TD)
+        runs.append((written_TD, added_TD, both_TD, tap_gradient_GKD))
     assert all(torch.equal(one, again) for one, again in zip(*runs, strict=True))
     close(written_TD, source.grad, TOLERANCE[dtype])
     close(added_TD, source.grad + result_TD.double(), 3e-6)
+    close(both_TD, source.grad + update_TD.double(), TOLERANCE[dtype])
     close(tap_gradient_GKD.double().sum(0), tap_KD.grad, 3e-6)
 
 

@@ -160,6 +160,53 @@ def test_float32(device: torch.device, case: dict[str, Any]) -> None:
     compare(device, **case)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("sites", "block"), [(6, 3), (5, 4)])
+def test_running_sums(sites: int, block: int, dtype: torch.dtype, device: torch.device) -> None:
+    """A site that adds to its running sum first gives, and gets, what an addition before it does; so do its readers."""
+    updates, weights, gradients = draw(
+        tokens=5, batch=1, width=16, sites=sites, streams=2, kernels=(3,), block=block, scope="source", gated=True,
+        device=device,
+    )  # fmt: skip
+    updates, gradients = [v.to(dtype) for v in updates], [g.to(dtype) for g in gradients]
+
+    def sums(kind: torch.dtype, *, fused: bool) -> list[Tensor]:
+        leaves = [v.detach().to(kind).requires_grad_() for v in updates]
+        parts = [w.detach().to(torch.float32 if fused else kind) for w in weights]
+        key, convolution, *mixer = (w.requires_grad_() for w in parts)
+        last = [g.to(kind) for g in gradients]
+        gates = (mixer[0], mixer[1], mixer[2])
+        if fused:
+            bank = StreamBank(key, [convolution], gates, leaves[0], None, block=block, scope="source", eps=EPS)
+            outputs, source = [], leaves[0]
+            for site, update in enumerate(leaves):
+                if site == 0 or site % block == 1:
+                    source = update
+                    outputs.append(bank.site(site, source))
+                else:
+                    source, output = bank.add_site(site, source, update)
+                    outputs.append(output)
+        else:
+            sources = [leaves[0]]
+            for site in range(1, sites):
+                sources.append(leaves[site] if site % block == 1 else sources[-1] + leaves[site])
+            outputs = route(key, [convolution], gates, sources, None, block=block, scope="source")
+            source = sources[-1]
+        torch.autograd.backward([*outputs, source], [*last, last[0]])
+        found = [torch.stack(outputs).detach(), source.detach()]
+        for value in [*leaves, *parts]:
+            assert value.grad is not None
+            found.append(value.grad)
+        return [value.double() for value in found]
+
+    found, truth = sums(dtype, fused=True), sums(torch.float64, fused=False)
+    plain = sums(dtype, fused=False) if dtype != torch.float32 else truth
+    for index, (ours, exact, theirs) in enumerate(zip(found, truth, plain, strict=True)):
+        error = float((ours - exact).norm())
+        allowed = TOLERANCE * float(exact.norm()) if dtype == torch.float32 else float((theirs - exact).norm())
+        assert error <= allowed, f"result {index}: {error:.2e} > {allowed:.2e}"
+
+
 @pytest.mark.slow
 def test_eight_streams(device: torch.device) -> None:
     """m = 8."""
