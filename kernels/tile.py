@@ -189,7 +189,9 @@ def dot(a, b, accumulator, EXACT: tl.constexpr):
 
     A float64 accumulator takes float64 products: a chain of float32 additions as long as a width loses two bits.
     """
-    tl.static_assert(a.shape[-1] >= 16, "a tensor core sums over 16 values at least, which the interpreter does not ask")
+    tl.static_assert(
+        a.shape[-1] >= 16, "a tensor core sums over 16 values at least, which the interpreter does not ask"
+    )
     if accumulator.dtype == tl.float64:
         return accumulator + tl.dot(a.to(tl.float64), b.to(tl.float64), out_dtype=tl.float64)
     elif _UPCAST:

@@ -160,12 +160,21 @@ def test_float32(device: torch.device, case: dict[str, Any]) -> None:
     compare(device, **case)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("sites", "block"), [(6, 3), (5, 4)])
-def test_running_sums(sites: int, block: int, dtype: torch.dtype, device: torch.device) -> None:
+@pytest.mark.parametrize(
+    ("sites", "block", "tokens", "width", "dtype"),
+    [
+        (6, 3, 5, 16, torch.float32),
+        (5, 4, 3, 48, torch.float32),
+        pytest.param(5, 4, 33, 32, torch.bfloat16, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_running_sums(
+    sites: int, block: int, tokens: int, width: int, dtype: torch.dtype, device: torch.device
+) -> None:
     """A site that adds to its running sum first gives, and gets, what an addition before it does; so do its readers."""
     updates, weights, gradients = draw(
-        tokens=5, batch=1, width=16, sites=sites, streams=2, kernels=(3,), block=block, scope="source", gated=True,
+        tokens=tokens, batch=1, width=width, sites=sites, streams=2, kernels=(3,), block=block, scope="source", gated=True,
         device=device,
     )  # fmt: skip
     updates, gradients = [v.to(dtype) for v in updates], [g.to(dtype) for g in gradients]
