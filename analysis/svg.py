@@ -39,6 +39,8 @@ def encode(figure: Figure, formats: Iterable[str]) -> dict[str, bytes]:
         warnings.simplefilter("always")
         figure.draw_without_rendering()
         figure.set_layout_engine("none")
+        # That leaves a placeholder, for whose sake savefig would draw all once more, unseen, to the same bytes.
+        figure._layout_engine = None  # type: ignore[attr-defined]
         for fmt in formats:
             buffer = io.BytesIO()
             figure.savefig(buffer, format=fmt, metadata=_METADATA.get(fmt))

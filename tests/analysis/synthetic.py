@@ -1,4 +1,4 @@
-"""Sweeps with known truths: losses on laws plus seed noise."""
+"""Sweeps with known truths: losses on laws plus seed noise; what a result warns of."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Mapping
 
 import numpy as np
 import pandas as pd
+
+from scaling.analysis.result import Result
 
 E, EXPONENT, FIRST_LOSS = 1.8, 0.15, 3.6
 
@@ -34,3 +36,13 @@ def sweep(
                 np.sqrt(c / 120), "C": c,
                              "seed": seed, "loss": loss})  # fmt: skip
     return pd.DataFrame(rows)
+
+
+def table(**options: float) -> pd.DataFrame:
+    """The sweep of one fixed draw."""
+    return sweep(np.random.default_rng(0), **options)  # type: ignore[arg-type]
+
+
+def codes(result: Result) -> set[str]:
+    """The names of a result's warnings."""
+    return {w.code for w in result.warnings}

@@ -1,91 +1,23 @@
-"""Tables an analysis cannot use, or only with a warning: each has a name."""
+"""Tables and options an analysis cannot use, or only with a warning: each has a name."""
 
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pytest
 
 from scaling.analysis.backtest import backtest
-from scaling.analysis.columns import filter_rows, load_table, map_columns
 from scaling.analysis.designs import noise_power
 from scaling.analysis.fit import fit_law
-from scaling.analysis.frontier import compute_frontier
-from scaling.analysis.heads import head_optimum, learning_rate_robustness, width_contrast
-from scaling.analysis.isoflop import fit_isoflop
+from scaling.analysis.heads import learning_rate_robustness
 from scaling.analysis.items import compare_items
 from scaling.analysis.noise import noise_floor
-from scaling.analysis.result import Result
 from scaling.analysis.seeds import compare_seeds
 from scaling.analysis.speedup import compare_speedup
-from scaling.cli.main import main
 from scaling.errors import FitError, TableError, UsageError
-from tests.analysis.synthetic import sweep
-from tests.analysis.test_laws_properties import grid
-
-
-def codes(result: Result) -> set[str]:
-    return {w.code for w in result.warnings}
-
-
-def table(**options: float) -> pd.DataFrame:
-    return sweep(np.random.default_rng(0), **options)  # type: ignore[arg-type]
-
-
-def test_missing_columns_are_listed() -> None:
-    with pytest.raises(TableError, match="column 'D' missing; the table has: N, loss; map it with --columns D="):
-        fit_law(pd.DataFrame({"N": [1.0, 2.0], "loss": [3.0, 2.0]}))
-
-
-def test_misnamed_column_says_what_is_meant() -> None:
-    with pytest.raises(TableError, match="column 'Model Sise' is not in the table; did you mean 'Model Size'"):
-        map_columns(pd.DataFrame({"Model Size": [1.0]}), "N=Model Sise")
-
-
-def test_expressions() -> None:
-    raw = pd.DataFrame({"Model Size": [10.0], "Training FLOP": [600.0], "loss": [3.0]})
-    mapped = map_columns(raw, "N=Model Size,C=Training FLOP,D=C/(6*N)")
-    assert mapped["D"].tolist() == [10.0]
-    assert map_columns(raw, "N=2*Model Size**2")["N"].tolist() == [200.0]
-    assert len(filter_rows(mapped, ["loss<4.9", "N>=10 and C<1e3"])) == 1
-
-
-@pytest.mark.parametrize(
-    "text", ["N=__import__('os').system('true')", "N=loss.values", "N=[1]", "N=loss[0]", "N=f(loss)"]
-)
-def test_only_arithmetic_is_evaluated(text: str) -> None:
-    with pytest.raises((UsageError, TableError), match="not allowed|cannot parse|is not in the table"):
-        map_columns(pd.DataFrame({"loss": [3.0]}), text)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"), [("N", "is not NAME=COLUMN"), ("N=(1+", "cannot parse"), ("=x", "is not NAME=COLUMN")]
-)
-def test_mapping_that_cannot_be_parsed(text: str, message: str) -> None:
-    with pytest.raises(UsageError, match=message):
-        map_columns(pd.DataFrame({"loss": [3.0]}), text)
-
-
-def test_filters() -> None:
-    with pytest.raises(TableError, match="leaves no row of 1"):
-        filter_rows(pd.DataFrame({"loss": [3.0]}), "loss<1")
-    with pytest.raises(UsageError, match="is not a comparison"):
-        filter_rows(pd.DataFrame({"loss": [3.0]}), "loss+1")
-
-
-def test_files(tmp_path: Path) -> None:
-    with pytest.raises(TableError, match="no such file"):
-        load_table(tmp_path / "absent.csv")
-    (tmp_path / "runs.txt").write_text("x")
-    with pytest.raises(TableError, match=r"unknown kind of table '.txt'; allowed: .parquet, .csv"):
-        load_table(tmp_path / "runs.txt")
-    table().to_parquet(tmp_path / "runs.parquet")
-    assert len(load_table(tmp_path / "runs.parquet")) == 30
+from tests.analysis.synthetic import codes, sweep, table
 
 
 @pytest.mark.parametrize(
@@ -319,47 +251,6 @@ def test_options_out_of_range() -> None:
         compare_seeds(table(), baseline="baseline", pairing="yes")
 
 
-ARMS = ("--baseline", "baseline")
-NONSENSE = [
-    (("fit", "law", "--form", "power", "--draws", "0"), "draws must be 2 or more, got 0"),
-    (("fit", "law", "--form", "power", "--random-seed", "-1"), "the random seed must be 0 or more, got -1"),
-    (("fit", "law", "--form", "power", "--cluster", "nope"), "cluster column 'nope' is not in the table; it has: "),
-    (("fit", "law", "--form", "power", "--cluster", "same"), "cluster column 'same' has one value"),
-    (("fit", "law", "--form", "power", "--weights", "below"), "weights in column 'below' must be numbers of 0 or more"),
-    (("fit", "backtest", "--form", "power", "--level", "7"), "level must lie between 0 and 1, got 7.0; write 95% as"),
-    (("fit", "isoflop", "--level", "1"), "level must lie between 0 and 1, got 1.0"),
-    (("fit", "isoflop", "--noise-sd", "-1"), "noise_sd must be a positive number of nats, got -1.0"),
-    (("fit", "frontier", "--budgets", "1e21", "--draws", "1"), "draws must be 2 or more, got 1"),
-    (("compare", "speedup", *ARMS, "--level", "95"), "level must lie between 0 and 1, got 95.0"),
-    (("compare", "speedup", *ARMS, "--draws", "-1"), "draws must be 0 or more, got -1"),
-    (("compare", "speedup", *ARMS, "--noise-sd", "0"), "noise_sd must be a positive number of nats, got 0.0"),
-    (("compare", "seeds", *ARMS, "--level", "0"), "level must lie between 0 and 1, got 0.0"),
-    (("compare", "seeds", *ARMS, "--noise-sd", "-1"), "noise_sd must be a positive number of nats, got -1.0"),
-    (("noise", "floor", "--level", "2"), "level must lie between 0 and 1, got 2.0"),
-]
-
-
-@pytest.mark.parametrize(("arguments", "message"), NONSENSE, ids=[" ".join(a[:2] + a[-2:]) for a, _ in NONSENSE])
-def test_nonsense_is_refused_in_one_line(
-    arguments: tuple[str, ...], message: str, tmp_path: Path, run: Callable[..., tuple[int, str, str]]
-) -> None:
-    path = tmp_path / "runs.csv"
-    table().assign(same="x", below=-1.0).to_csv(path, index=False)
-    status, out, err = run(*arguments[:2], "--runs", str(path), *arguments[2:])
-    assert status in (1, 2) and not out and err.count("\n") == 1 and message in err, err
-
-
-def test_other_nonsense(tmp_path: Path, run: Callable[..., tuple[int, str, str]]) -> None:
-    status, out, err = run("noise", "power", "--sd", "0.001", "--power", "2")
-    assert status == 2 and not out and "power must lie between 0 and 1, got 2.0" in err
-    status, _, err = run("compare", "items", "--gains", "1", "--losses", "2", "--level", "95")
-    assert status == 2 and "level must lie between 0 and 1" in err
-    for name in ("empty.csv", "empty.parquet"):
-        (tmp_path / name).touch()
-        with pytest.raises(TableError, match=rf"{name}: cannot be read as \.(csv|parquet) \("):
-            load_table(tmp_path / name)
-
-
 def test_given_noise_leaves_pairs_unused_for_its_own_reason() -> None:
     paired = sweep(np.random.default_rng(0), rho=0.95)
     result = compare_seeds(paired, baseline="baseline", noise_sd=0.002)["new"]
@@ -405,147 +296,3 @@ def test_three_seeds_say_what_they_can_show() -> None:
     text = next(w.message for w in result.warnings if w.code == "few-seeds")
     assert "sign-flip p at one scale is 0.25" in text and "3.26 SDs" in text
     assert result.details["mixed_model"]["fitted"] is True
-
-
-def heads_table(sd: float = 0.001) -> pd.DataFrame:
-    rng = np.random.default_rng(0)
-    rows = [
-        {"H": h, "kv": kv, "seed": s, "loss": 3.1 + 0.01 * (np.log2(h) - 2.5) ** 2 + 0.01 / kv + rng.normal(0, sd)}
-        for h in (1, 2, 4, 8, 16) for kv in (1, 8) for s in range(3)
-    ]  # fmt: skip
-    return pd.DataFrame(rows)
-
-
-def test_head_count() -> None:
-    for name, result in head_optimum(heads_table(), by="kv").items():
-        assert name in ("1", "8")
-        assert {int(result.estimate["best_heads"])} <= set(result.details["indistinguishable"]) <= {4, 8}
-        assert result.interval is not None and result.interval.low["curvature"] > 0
-        assert result.estimate["vertex_heads"] == pytest.approx(2**2.5, rel=0.1)
-    flat = head_optimum(heads_table(0.2), by="kv")["1"]
-    assert "no-u-shape" in codes(flat) and len(flat.details["indistinguishable"]) > 1
-    with pytest.raises(FitError, match="only H = 4 was run"):
-        head_optimum(heads_table().query("H == 4"))
-
-
-def test_learning_rate_robustness() -> None:
-    rng = np.random.default_rng(0)
-    rows = [
-        {"method": m, "size": "s", "lr": lr,
-         "loss": 3.0 - gain + 0.05 * (np.log10(lr) + centre) ** 2 + rng.normal(0, 0.001)}
-        for m, centre, gain in (("base", 3.0, 0.0), ("new", 3.3, 0.02)) for lr in np.geomspace(1e-4, 1e-2, 9)
-    ]  # fmt: skip
-    result = learning_rate_robustness(pd.DataFrame(rows), baseline="base", noise_sd=0.001)["new"]
-    assert result.estimate["delta[s]"] == pytest.approx(-0.02, abs=0.002)
-    assert result.details["rows"][0]["best_lr"] == pytest.approx(10**-3.3, rel=0.15)
-
-
-def test_width_contrast() -> None:
-    runs = table()
-    runs["size"] = np.where(runs["size"] == "s0", "narrow", np.where(runs["size"] == "s4", "wide", runs["size"]))
-    result = width_contrast(runs, baseline="baseline", method="new", narrow="narrow", wide="wide")
-    assert result.interval is not None
-    assert result.estimate["contrast"] == pytest.approx(
-        result.estimate["delta[wide]"] - result.estimate["delta[narrow]"]
-    )
-    with pytest.raises(TableError, match="no run of 'baseline' at size 'huge'"):
-        width_contrast(runs, baseline="baseline", method="new", narrow="narrow", wide="huge")
-
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
-    """The command as a user calls it: exit status, stdout, stderr."""
-
-    def call(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["scaling", *arguments])
-        with pytest.raises(SystemExit) as stopped:
-            main()
-        captured = capsys.readouterr()
-        return int(stopped.value.code or 0), captured.out, captured.err
-
-    return call
-
-
-def test_commands(tmp_path: Path, run: Callable[..., tuple[int, str, str]]) -> None:
-    """One JSON object on stdout, nothing else; one line on stderr and the right exit status otherwise."""
-    path = tmp_path / "runs.csv"
-    table().to_csv(path, index=False)
-    status, out, _ = run("compare", "speedup", "--runs", str(path), "--baseline", "baseline", "--json")
-    assert status == 0 and json.loads(out)["new"]["estimate"]["speedup"] == pytest.approx(1.25, rel=0.02)
-    _, out, _ = run("fit", "law", "--runs", str(path), "--form", "power", "--interval", "delta", "--json")
-    assert {"estimate", "standard_error", "interval", "n", "df", "status", "objective", "conventions", "warnings",
-    "dropped",
-            "checklist"} <= set(json.loads(out))  # fmt: skip
-    status, out, err = run("fit", "law", "--runs", str(path), "--columns", "N=Nn")
-    assert (status, out, err.count("\n")) == (1, "", 1) and "is not in the table" in err
-    status, out, err = run("fit", "law", "--runs", str(path), "--form", "powr")
-    assert (status, out) == (2, "") and "did you mean 'power'" in err
-    grid_path, bowls, n = tmp_path / "grid.csv", tmp_path / "bowls.csv", np.geomspace(1e7, 1e9, 7)
-    grid(sd=0.003).to_csv(grid_path, index=False)
-    profiles = [(n, c, 3 + 0.01 * np.log(n / np.sqrt(c / 120)) ** 2) for c in (1e17, 1e18, 1e19)]
-    pd.concat(pd.DataFrame(dict(zip(("N", "C", "loss"), p, strict=True))) for p in profiles).to_csv(bowls, index=False)
-    one = tmp_path / "one.csv"
-    table(scales=1).to_csv(one, index=False)
-    status, out, _ = run("compare", "speedup", "--runs", str(one), "--baseline", "baseline", "--json")
-    assert status == 1 and json.loads(out)["new"]["status"] == "refused"
-    for arguments in (
-        ("compare", "seeds", "--runs", str(path), "--baseline", "baseline"),
-        ("compare", "items", "--gains", "123", "--losses", "81"),
-        ("noise", "floor", "--runs", str(path)),
-        ("noise", "power", "--sd", "0.001", "--difference", "0.002", "--seeds", "2,3", "--scales", "1"),
-        ("fit", "backtest", "--runs", str(path), "--form", "power"),
-        ("fit", "frontier", "--runs", str(grid_path), "--budgets", "1e20,1e21", "--draws", "200"),
-        ("fit", "isoflop", "--runs", str(bowls), "--noise-sd", "0.002", "--draws", "200"),
-        ("fit", "isoflop", "--runs", str(bowls), "--curve", "parabola"),
-    ):
-        status, out, err = run(*arguments)
-        assert status == 0 and not err, err
-        assert out.count("\n") > 3
-        status, out, err = run(*arguments, "--json")
-        assert status == 0 and not err and isinstance(json.loads(out), dict), arguments
-
-
-def test_numbers_of_the_fits_in_json(tmp_path: Path, run: Callable[..., tuple[int, str, str]]) -> None:
-    """What the commands print with --json is what the functions return, to the last digit, under the agreed names."""
-    grid_path, bowls, n = tmp_path / "grid.csv", tmp_path / "bowls.csv", np.geomspace(1e7, 1e9, 7)
-    grid(sd=0.003).to_csv(grid_path, index=False)
-    profiles = [(n, c, 3 + 0.01 * np.log(n / np.sqrt(c / 120)) ** 2) for c in (1e17, 1e18, 1e19)]
-    pd.concat(pd.DataFrame(dict(zip(("N", "C", "loss"), p, strict=True))) for p in profiles).to_csv(bowls, index=False)
-    names = {"estimate", "standard_error", "interval", "n", "df", "status", "conventions", "warnings", "dropped",
-             "checklist"}  # fmt: skip
-    flags = ("--level", "0.9", "--draws", "100", "--random-seed", "3", "--json")
-    options = {"level": 0.9, "draws": 100, "rng": 3}
-    _, out, _ = run("fit", "frontier", "--runs", str(grid_path), "--budgets", "1e20,1e21", *flags)
-    wanted = compute_frontier(load_table(grid_path), budgets=[1e20, 1e21], **options)  # type: ignore[arg-type]
-    assert json.loads(out) == json.loads(wanted.to_json()) and names <= set(json.loads(out))
-    assert set(json.loads(out)["interval"]["low"]) == set(wanted.estimate) and "N*[1e+21]" in wanted.estimate
-    _, out, _ = run("fit", "isoflop", "--runs", str(bowls), "--noise-sd", "0.002", *flags)
-    isoflop = fit_isoflop(load_table(bowls), noise=0.002, **options)  # type: ignore[arg-type]
-    assert json.loads(out) == json.loads(isoflop.to_json()) and names <= set(json.loads(out))
-    assert isoflop.estimate["N_exponent"] == pytest.approx(0.5, abs=0.02)
-    _, out, _ = run("fit", "isoflop", "--runs", str(bowls), "--curve", "parabola", "--json")
-    assert json.loads(out)["interval"] is None and json.loads(out)["estimate"]["N_exponent"] == pytest.approx(0.5)
-    _, out, _ = run("fit", "backtest", "--runs", str(grid_path), "--level", "0.8", "--json")
-    assert json.loads(out) == json.loads(backtest(load_table(grid_path), level=0.8).to_json())
-    _, out, _ = run("fit", "law", "--runs", str(grid_path), "--level", "0.999", "--draws", "200")
-    assert "  99.9% interval: cluster bootstrap" in out and "warning few-draws: " in out
-
-
-def test_what_a_person_looks_for_is_on_the_screen(tmp_path: Path, run: Callable[..., tuple[int, str, str]]) -> None:
-    path = tmp_path / "runs.csv"
-    sweep(np.random.default_rng(0), speedups={"new": 1.25, "other": 1.1}).to_csv(path, index=False)
-    _, out, _ = run("compare", "speedup", "--runs", str(path), "--baseline", "baseline", "--draws", "0")
-    assert (
-        all(f"\n     s{k} " in out for k in range(5)) and "noise floor: SD " in out and "trend over scales: p " in out
-    )
-    _, out, _ = run("compare", "seeds", "--runs", str(path), "--baseline", "baseline")
-    assert "exact sign flips of 15 pairs: p " in out and "smallest possible 6.1e-05" in out
-    assert "corrected for 2 methods: Dunnett " in out and "runs of one seed correlate by " in out
-    _, out, _ = run("compare", "items", "--gains", "27", "--losses", "13")
-    assert "mid-p 0.02753, exact p 0.03848" in out and "converged" not in out
-    _, out, _ = run("noise", "floor", "--runs", str(path))
-    assert "15 configurations, SD " in out and "Levene p " in out
-    _, out, _ = run("noise", "power", "--sd", "0.00116", "--seeds", "3", "--scales", "1")
-    assert "power, simulated" in out and "0.00356" in out
-    _, out, _ = run("fit", "backtest", "--runs", str(path), "--form", "power")
-    assert "extrapolated" in out and "median error" in out

@@ -16,6 +16,7 @@ from scaling.cli.main import app
 from tests.conftest import ROOT
 
 DOCS = sorted((ROOT / "docs").glob("*.md"))
+PREPARE = "scaling data prepare python-library --vocab-size 1024 --out store"  # half a minute; two guides begin with it
 
 
 @pytest.mark.parametrize("path", DOCS, ids=lambda path: path.name)
@@ -37,9 +38,30 @@ def test_files_that_guides_name_exist() -> None:
             assert (ROOT / name).exists(), f"{path.name}: {name}"
 
 
+def run(line: str) -> None:
+    """A guide's line works and says something."""
+    program, *words = shlex.split(line)
+    assert program == "scaling"
+    called = CliRunner().invoke(app, words, catch_exceptions=False)
+    assert called.exit_code == 0, f"{line}\n{called.output}"
+    assert called.stdout.strip(), line
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder in which ``PREPARE`` was run, once for all guides that have this very line."""
+    folder = tmp_path_factory.mktemp("prepared")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        run(PREPARE)
+    return folder
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("path", DOCS, ids=lambda path: path.name)
-def test_every_command_runs(path: Path, planted: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_command_runs(
+    path: Path, planted: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
     runs = planted.table(seeds=3)
     runs.to_parquet(tmp_path / "runs.parquet")
     names = {"n_params_non_embedding": "params", "val_loss": "final_loss", "method": "optimizer"}
@@ -62,8 +84,7 @@ def test_every_command_runs(path: Path, planted: ModuleType, tmp_path: Path, mon
                 (tmp_path / block.split()[1]).write_text(block, encoding="utf-8")
             continue
         for line in filter(None, block.splitlines()):
-            program, *words = shlex.split(line)
-            assert program == "scaling"
-            called = CliRunner().invoke(app, words, catch_exceptions=False)
-            assert called.exit_code == 0, f"{line}\n{called.output}"
-            assert called.stdout.strip(), line
+            if line == PREPARE:
+                shutil.copytree(request.getfixturevalue("prepared") / "store", tmp_path / "store")
+            else:
+                run(line)

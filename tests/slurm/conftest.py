@@ -37,9 +37,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.slurm)
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Any]:
-    """A cluster of 4 nodes for a module; this process's clients and jobs talk to it meanwhile."""
+@pytest.fixture(scope="session")
+def lab() -> Iterator[Any]:
+    """A cluster of 4 nodes, started once."""
     missing = clusters.missing_programs()
     if os.geteuid() != 0:
         missing.append("root")
@@ -49,21 +49,46 @@ def cluster() -> Iterator[Any]:
         pytest.skip(f"no Slurm here: {', '.join(missing)} missing")
     folder = Path(tempfile.mkdtemp(prefix="slurm-"))  # short: sockets' paths are limited to 107 characters
     one = clusters.Cluster(folder, max_array=26, enforce="limits,qos")
-    before = dict(os.environ)
     try:
         one.start()
-        ours = one.environment
+        yield one
+    finally:
+        one.stop()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="module")
+def cluster(lab: Any) -> Iterator[Any]:
+    """The cluster; this process's clients and jobs talk to it for the time of a module."""
+    before = dict(os.environ)
+    ours = lab.environment
+    try:
         os.environ.clear()
         os.environ.update(ours)
         os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "sweeps")])
-        os.environ["SCALING_SITE"] = str(folder / "site.yaml")
-        (folder / "site.yaml").write_text("partition: main\n", encoding="utf-8")
-        yield one
+        os.environ["SCALING_SITE"] = str(lab.folder / "site.yaml")
+        (lab.folder / "site.yaml").write_text("partition: main\n", encoding="utf-8")
+        yield lab
     finally:
         os.environ.clear()
         os.environ.update(before)
-        one.stop()
-        shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(autouse=True)
+def empty_queue(cluster: Any) -> Iterator[None]:
+    """Nothing of one test is left for the next one."""
+
+    def others() -> list[str]:
+        lines = cluster.run("squeue", "-h", "-o", "%A %j", check=False).splitlines()
+        return [line.split()[0] for line in lines if not line.split()[1].startswith("limited.")]
+
+    yield
+    if jobs := others():
+        cluster.run("scancel", *jobs, check=False)
+        try:  # a controller that was away ends a job only once a node has answered it again: about a minute
+            cluster.wait(lambda: not others(), 120, "an empty queue")
+        except TimeoutError:
+            raise AssertionError(cluster.run("squeue", "-l", check=False)) from None
 
 
 @pytest.fixture(scope="session")
