@@ -31,6 +31,7 @@ from torch import Tensor
 
 from scaling.distributed import World, local_part
 from scaling.errors import CheckpointError, LeaseError
+from scaling.peers import is_lost
 
 logger = logging.getLogger(__name__)
 
@@ -88,6 +89,7 @@ class Checkpoints:
         self._guard = guard
         self._thread: threading.Thread | None = None
         self._error: str | None = None
+        self._lost: RuntimeError | None = None  # what the saving thread met when another process was gone
         # a single process is what is meant, not an oversight
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
         # the saving thread's collectives must not mix with the training's
@@ -121,11 +123,15 @@ class Checkpoints:
         ------
         CheckpointError
             With ``required``, if the checkpoint could not be written; those before it are untouched.
+        RuntimeError
+            The communication library's, if another process was lost meanwhile: no training goes on after that.
         """
         if self._thread is None:
             return
         self._thread.join()
         self._thread = None
+        if self._lost is not None:
+            raise self._lost
         if self._error is None:
             return
         if required:
@@ -201,7 +207,13 @@ class Checkpoints:
         parts: list[Any] = [(problem, files)]
         if self._group is not None:
             parts = [None] * self._world.size
-            dist.all_gather_object(parts, (problem, files), group=self._group)
+            try:
+                dist.all_gather_object(parts, (problem, files), group=self._group)
+            except RuntimeError as error:
+                if not is_lost(error):
+                    raise
+                self._lost = error
+                return
         problem = next((found for found, _ in parts if found is not None), None)
         if self._world.is_first and problem is None:
             try:

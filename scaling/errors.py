@@ -56,6 +56,10 @@ class MemoryShortage(ScalingError):
     """A run needs more memory than its device has."""
 
 
+class ProcessLost(ScalingError):
+    """Another process of a run over several is gone, or was never there."""
+
+
 class StoreError(ScalingError):
     """An MLflow store cannot be reached, is locked, or has an unknown layout."""
 

@@ -13,6 +13,7 @@ import os
 import platform
 import socket
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scaling import memory, precision
+from scaling import memory, peers, precision
 from scaling.accounting import count_parameters
 from scaling.checkpoint import Checkpoints
 from scaling.config.tree import RunConfig
@@ -74,7 +75,8 @@ def train(config: RunConfig, *, out: Path, progress: Callable[[Progress], None] 
     Raises
     ------
     ScalingError
-        For what a user can cause: a wrong configuration, a missing store, a folder in use, memory or disk exhausted.
+        For what a user can cause: a wrong configuration, a missing store, a folder in use, memory or disk exhausted,
+        another process of the run killed.
     """
     installed = STOP.listen()
     world: World | None = None
@@ -90,7 +92,8 @@ def train(config: RunConfig, *, out: Path, progress: Callable[[Progress], None] 
             torch.set_num_threads(config.run.threads)
         precision.set_determinism(config.run.deterministic)
         world = join(config.run)
-        start = _start(config, out, world)
+        with peers.explained(world.rank, world.size):
+            start = _start(config, out, world)
         lease = start.lease
         if start.end is not None:
             return start.end
@@ -162,7 +165,7 @@ class _Attempt:
 
     def run(self) -> EndRecord:
         try:
-            with self._memory_explained():
+            with self._memory_explained(), self._loss_of_a_process_explained():
                 return self._train()
         except Diverged as diverged:
             return self._diverged(diverged)
@@ -235,6 +238,9 @@ class _Attempt:
                 f"estimated GiB a device: {memory.plan(self._config, self._world, self._rows)}; "
                 f"{memory.remedy(self._config, self._world, self._rows)}"
             ) from error
+
+    def _loss_of_a_process_explained(self) -> AbstractContextManager[None]:
+        return peers.explained(self._world.rank, self._world.size, self._folder.path / CHECKPOINTS)
 
     def _guard(self) -> None:
         if self._lease is not None:
