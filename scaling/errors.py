@@ -40,6 +40,10 @@ class DataError(ScalingError):
     """A corpus, token store or tokenizer is missing, damaged, or too small."""
 
 
+class DataUnavailable(DataError):
+    """Input cannot be read now (permissions, a file system or worker that failed); the same call may succeed later."""
+
+
 class RecordError(ScalingError):
     """A run folder is missing, damaged, or belongs to another configuration."""
 
