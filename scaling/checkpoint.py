@@ -165,7 +165,7 @@ class Checkpoints:
             entry.local.copy_(local_part(targets[name]))
 
     def write_final(self, weights: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Write whole tensors as ``final/<name>.safetensors``, and drop the checkpoints kept for resuming."""
+        """Write whole tensors as ``final/<name>.safetensors``; ``CheckpointError`` where they cannot be."""
         self.finish()
         beside, final = self._folder / f".{FINAL}", self._folder / FINAL
         try:
@@ -178,7 +178,19 @@ class Checkpoints:
             _replace_folder(beside, final)
         except (OSError, SafetensorError) as error:
             shutil.rmtree(beside, ignore_errors=True)
-            raise CheckpointError(f"{final}: cannot be written ({_cause(error)}); free space and run again") from None
+            raise CheckpointError(f"{final}: cannot be written ({_cause(error)})") from None
+
+    def holds(self, step: int) -> bool:
+        """Whether there is a complete checkpoint of this step."""
+        return _read(self._folder / f"step-{step:08d}") is not None
+
+    def make_room(self) -> bool:
+        """Remove checkpoints that are older than the newest, where that is whole; whether there were any."""
+        before = _folders(self._folder)
+        if not before or damage(before[-1]) is not None:
+            return False
+        self.prune(keep=0 if _is_permanent(before[-1]) else 1)
+        return len(_folders(self._folder)) < len(before)
 
     def prune(self, keep: int | None = None) -> None:
         """Remove all but the latest ``keep`` and the permanent checkpoints."""
@@ -317,6 +329,11 @@ def _read(path: Path) -> Checkpoint | None:
     if record is None:
         return None
     return Checkpoint(path=path, **{name: record[name] for name in _FIELDS - {"format", "files"}})
+
+
+def _is_permanent(path: Path) -> bool:
+    found = _read(path)
+    return found is not None and found.permanent
 
 
 def damage(path: Path) -> str | None:

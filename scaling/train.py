@@ -19,13 +19,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from scaling import memory, peers, precision
 from scaling.accounting import count_parameters
 from scaling.checkpoint import Checkpoints
 from scaling.config.tree import RunConfig
-from scaling.distributed import World, as_sharded, join
+from scaling.distributed import World, join
+from scaling.ending import leave_record, leave_weights
 from scaling.errors import ConfigError, MemoryShortage, ScalingError
 from scaling.evaluate import Evaluation
 from scaling.kernels import dispatch
@@ -170,7 +170,10 @@ class _Attempt:
         except Diverged as diverged:
             return self._diverged(diverged)
         except Exception as error:
-            self._end("failed", reason=_one_line(error))
+            try:
+                self._end("failed", reason=_one_line(error))
+            except ScalingError as second:  # what failed first is the news
+                logger.warning("no end record: %s", second)
             raise
 
     def _train(self) -> EndRecord:
@@ -204,15 +207,9 @@ class _Attempt:
             reason = f"left on {name} after step {loop.step} of {loop.steps}{saved}; run again to go on"
             logger.info("%s", reason)
             return self._record("cancelled", reason=reason)
-        if config.run.save_weights:
-            weights = {"model": _whole(loop.transformer.state_dict())}
-            if loop.optimizer.ema:
-                with loop.averaged():
-                    weights["ema"] = _whole(loop.transformer.state_dict())
-            if world.is_first:
-                self._guard()
-                checkpoints.write_final(weights)
-        record = self._end("done")
+        leave_weights(loop, checkpoints, world, save_weights=config.run.save_weights, guard=self._guard)
+        record = self._record("done")
+        leave_record(lambda: self._finish(record), loop, checkpoints, world)
         if world.is_first:
             checkpoints.prune(keep=0)
         return record
@@ -263,9 +260,12 @@ class _Attempt:
     ) -> EndRecord:
         record = self._record(status, step=step, reason=reason, details=details)
         if self._world.is_first:
-            self._guard()
-            self._folder.finish(record)
+            self._finish(record)
         return record
+
+    def _finish(self, record: EndRecord) -> None:
+        self._guard()
+        self._folder.finish(record)
 
     def _record(
         self, status: Any, *, step: int | None = None, reason: str = "", details: dict[str, Any] | None = None
@@ -317,16 +317,6 @@ class _Attempt:
         settings = self._config.run
         recomputed = settings.activation_checkpointing != "none"
         return dispatch.describe(self._world.device, sharded=settings.parallel == "fsdp2", recomputed=recomputed)
-
-
-def _whole(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Whole tensors on the host; every process takes part in putting shards together."""
-    whole = {}
-    for name, tensor in tensors.items():
-        sharded = as_sharded(tensor)
-        full = tensor if sharded is None else sharded.full_tensor()
-        whole[name] = full.detach().to("cpu", copy=True).contiguous()
-    return whole
 
 
 def _device_name(device: torch.device) -> str:
