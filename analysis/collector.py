@@ -1,7 +1,8 @@
-"""Metric rows of a database, batch by batch, into columns of numbers of which there is one copy.
+"""Metric rows of a database or of run folders into columns of numbers of which there is one copy.
 
-Used by ``ingest_sql`` between ``database`` (batches of a query) and ``raw.Points``. A batch is copied out and let go
-before the next is asked for, however fast the database is: memory is that of the columns and of one batch a reader.
+Used by ``ingest_folder``, and by ``ingest_sql`` between ``database`` (batches of a query) and ``raw.Points``. A batch
+is copied out and let go before the next is asked for, however fast the database is: memory is that of the columns and
+of one batch a reader.
 """
 
 from __future__ import annotations
@@ -161,7 +162,9 @@ class Columns:
 class Collector:
     """Columns that several readers fill at the same time, each a part of the rows; the parts stay in order."""
 
-    def __init__(self, parts: int, *, only: Collection[str] | None = None, progress: Progress | None = None) -> None:
+    def __init__(
+        self, parts: int = 1, *, only: Collection[str] | None = None, progress: Progress | None = None
+    ) -> None:
         import numpy as np
 
         self._parts = [Columns(np.int32, np.int32, np.int64, np.int64, np.float64) for _ in range(parts)]
@@ -178,6 +181,15 @@ class Collector:
             for batch in database.batches(query):
                 if batch.num_rows:
                     self._take(batch, self._parts[part])
+
+    def extend(self, run: str, metrics: Sequence[str], *columns: Sequence[float]) -> None:
+        """Add rows of one run to the end of the first part; ``columns`` are step, time in ms and value."""
+        import numpy as np
+
+        with self._lock:
+            place = self._runs.setdefault(run, len(self._runs))
+            codes = [self._metrics.setdefault(name, len(self._metrics)) for name in metrics]
+        self._parts[0].append(np.full(len(codes), place), codes, *columns)
 
     def points(self) -> Points:
         """All rows, in the order of the parts; empties this."""

@@ -97,6 +97,19 @@ def test_run_metric_and_nan_come_as_one_cell() -> None:
     assert points.value[0] == 0.5 and np.isnan(points.value[1:]).all()
 
 
+def test_rows_of_folders_and_of_databases_are_put_together_alike() -> None:
+    collector = Collector()
+    collector.extend("b", ["loss", "lr"], [1, 1], [10, 10], [0.5, 0.1])
+    collector.extend("a", ["lr", "loss"], [2, 3], [20, 30], [0.2, float("nan")])
+    points = collector.points()
+    assert points.runs == ["b", "a"] and points.metrics == ["loss", "lr"]
+    assert points.run.tolist() == [0, 0, 1, 1] and points.metric.tolist() == [0, 1, 1, 0]
+    assert points.step.tolist() == [1, 1, 2, 3] and points.time_ms.tolist() == [10, 10, 20, 30]
+    assert points.value[:3].tolist() == [0.5, 0.1, 0.2] and np.isnan(points.value[3])
+    assert points.run.dtype == points.metric.dtype == np.int32 and points.step.dtype == np.int64
+    assert len(Collector().points().run) == 0
+
+
 def test_a_run_id_that_holds_a_mark_is_refused(both: tuple[Path, str], sql: sqlite3.Connection) -> None:
     sql.execute("PRAGMA foreign_keys = OFF")
     sql.execute("UPDATE runs SET run_uuid = ? WHERE rowid = (SELECT max(rowid) FROM runs)", (f"a{module.NAN}b",))
