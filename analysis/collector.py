@@ -1,11 +1,13 @@
-"""Metric rows of a database, batch by batch, into columns of numbers of which there is one copy.
+"""Metric rows of a database or of run folders into columns of numbers of which there is one copy.
 
-Used by ``ingest_sql`` between ``database`` (batches of a query) and ``raw.Points``. A batch is copied out and let go
-before the next is asked for, however fast the database is: memory is that of the columns and of one batch a reader.
+Used by ``ingest_folder``, and by ``ingest_sql`` between ``database`` (batches of a query) and ``raw.Points``. A batch
+is copied out and let go before the next is asked for, however fast the database is: memory is that of the columns and
+of one batch a reader.
 """
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,14 +16,23 @@ from typing import TYPE_CHECKING, Any, Final
 
 from scaling.analysis.database import Database, literal
 from scaling.analysis.raw import Points, Progress, decode
+from scaling.errors import StoreError
+from scaling.tracking.store import redact
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-READERS: Final = 2  # connections over which many rows of a sqlite file are read at once
+READERS: Final = 4  # connections over which many rows of a sqlite file are read at once, on as many cores
 # A writer of a sqlite file waits while a query runs (unless the file is in WAL mode): no query reads more than about
 # this many rows, a fraction of a second.
 SLICE_ROWS: Final = 262_144
+# A driver spends most of its time on handing over cells. So run, metric and whether the value is NaN come as one text:
+# run id, mark, name of the metric.
+NUMBER, NAN = "\x1f", "\x1e"  # the marks: control characters, which neither ids nor names hold
+SELECT: Final = (
+    f"SELECT run_uuid || CASE WHEN is_nan THEN '{NAN}' ELSE '{NUMBER}' END || key AS name, step, timestamp, value "
+    "FROM metrics"
+)
 GROWTH_ROWS: Final = 262_144  # least number of rows by which columns grow
 
 
@@ -45,11 +56,19 @@ def read_points(
         The ids of these runs, sorted.
     progress
         Called with (what, rows read, 0).
+
+    Raises
+    ------
+    StoreError
+        If a run's id holds a character that nothing but damage puts there.
     """
+    for run in wanted:
+        if NUMBER in run or NAN in run:
+            raise StoreError(f"{redact(database.uri)}: run id {run!r} holds a control character; remove that run")
     slices, only = _slices(database, histories, restrict, wanted)
-    select = "SELECT run_uuid, key, step, timestamp, value, is_nan FROM metrics"
-    queries = [f"{select} WHERE {one}" if one else select for one in slices]
-    readers = min(READERS if database.path is not None and database.adbc else 1, len(queries))
+    queries = [f"{SELECT} WHERE {one}" if one else SELECT for one in slices]
+    readers = min(READERS, _cores()) if database.path is not None and database.adbc else 1
+    readers = min(readers, len(queries))
     edges = [len(queries) * i // readers for i in range(readers + 1)]
     collector = Collector(readers, only=only, progress=progress)
     if readers == 1:
@@ -143,7 +162,9 @@ class Columns:
 class Collector:
     """Columns that several readers fill at the same time, each a part of the rows; the parts stay in order."""
 
-    def __init__(self, parts: int, *, only: Collection[str] | None = None, progress: Progress | None = None) -> None:
+    def __init__(
+        self, parts: int = 1, *, only: Collection[str] | None = None, progress: Progress | None = None
+    ) -> None:
         import numpy as np
 
         self._parts = [Columns(np.int32, np.int32, np.int64, np.int64, np.float64) for _ in range(parts)]
@@ -155,11 +176,20 @@ class Collector:
         self._rows = 0
 
     def read(self, database: Database, queries: Sequence[str], part: int = 0) -> None:
-        """Read rows of run, metric, step, time in ms, value and ``is_nan`` to the end of a part."""
+        """Read rows as ``SELECT`` gives them to the end of a part."""
         for query in queries:
             for batch in database.batches(query):
                 if batch.num_rows:
                     self._take(batch, self._parts[part])
+
+    def extend(self, run: str, metrics: Sequence[str], *columns: Sequence[float]) -> None:
+        """Add rows of one run to the end of the first part; ``columns`` are step, time in ms and value."""
+        import numpy as np
+
+        with self._lock:
+            place = self._runs.setdefault(run, len(self._runs))
+            codes = [self._metrics.setdefault(name, len(self._metrics)) for name in metrics]
+        self._parts[0].append(np.full(len(codes), place), codes, *columns)
 
     def points(self) -> Points:
         """All rows, in the order of the parts; empties this."""
@@ -179,10 +209,9 @@ class Collector:
         )
 
     def _take(self, batch: pa.RecordBatch, columns: Columns) -> None:
-        run, metric = self._codes(batch.column(0), self._runs, self._only), self._codes(batch.column(1), self._metrics)
-        step, time_ms = (batch.column(i).to_numpy(zero_copy_only=False) for i in (2, 3))
-        value = decode(batch.column(4).to_numpy(), batch.column(5).to_numpy(zero_copy_only=False))
-        new = [run, metric, step, time_ms, value]
+        run, metric, is_nan = self._codes(batch.column(0))
+        step, time_ms = (batch.column(i).to_numpy(zero_copy_only=False) for i in (1, 2))
+        new = [run, metric, step, time_ms, decode(batch.column(3).to_numpy(), is_nan)]
         if self._only is not None and int(run.min()) < 0:
             new = [column[run >= 0] for column in new]
         columns.append(*new)
@@ -191,12 +220,37 @@ class Collector:
             if self._progress is not None:
                 self._progress("metric rows", self._rows, 0)
 
-    def _codes(self, texts: pa.Array, known: dict[str, int], only: Collection[str] | None = None) -> Any:
-        """Texts as positions in ``known``, to which new ones are added; -1 where they are not of ``only``."""
+    def _codes(self, names: pa.Array) -> tuple[Any, Any, Any]:
+        """Each row's run and metric as positions among those known, to which new ones are added, and if it is NaN.
+
+        A run that is not of ``only`` has position -1.
+        """
         import numpy as np
 
-        coded = texts.dictionary_encode()
-        names = coded.dictionary.to_pylist()
+        coded = names.dictionary_encode()
+        parts = [_parts(name) for name in coded.dictionary.to_pylist()]
+        runs, metrics, only = self._runs, self._metrics, self._only
         with self._lock:
-            places = [known.setdefault(name, len(known)) if only is None or name in only else -1 for name in names]
-        return np.array(places, np.int32)[coded.indices.to_numpy()]
+            run = [runs.setdefault(one, len(runs)) if only is None or one in only else -1 for one, _, _ in parts]
+            metric = [metrics.setdefault(name, len(metrics)) for _, name, _ in parts]
+        rows = coded.indices.to_numpy()
+        is_nan = np.array([nan for _, _, nan in parts], bool)
+        return np.array(run, np.int32)[rows], np.array(metric, np.int32)[rows], is_nan[rows]
+
+
+def _parts(name: str) -> tuple[str, str, bool]:
+    """Run id, name of the metric, and whether the value is NaN.
+
+    >>> _parts(f"0a{NUMBER}val/loss"), _parts(f"0a{NAN}val/loss")
+    (('0a', 'val/loss', False), ('0a', 'val/loss', True))
+    """
+    run, mark, metric = name.partition(NUMBER)
+    if mark and NAN not in run:
+        return run, metric, False
+    run, _, metric = name.partition(NAN)
+    return run, metric, True
+
+
+def _cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import stats
 
+from scaling.analysis.cells import ROUNDING
 from scaling.analysis.noise import noise_floor
 from scaling.analysis.options import check_level
 from scaling.analysis.result import Caution, Interval, Result
@@ -31,6 +32,11 @@ NOT_SEED_NOISE = (
     "fluctuation at the end of a curve is not seed noise: deviations of a run from the other seeds "
     "persist, so the mean of the "
     "tail is as uncertain as its last point"
+)
+EQUAL_CURVES = Caution(
+    code="identical-losses",
+    message="runs of a group have equal curves: no spread could be measured, so there is no SD and no interval; likely "
+    "one run or seed repeated under several names; check the runs' seeds, then train with others",
 )
 
 
@@ -83,7 +89,8 @@ def tail_noise(curves: pd.DataFrame, *, by: str | None = None, tail: int = TAIL,
     -------
     Result
         ``estimate``: ``tail_sd`` (within a run, about its mean offset), ``seed_sd`` (of offsets), their ``ratio``, and
-        ``persistence`` (correlation of a run's deviation with its previous evaluation's).
+        ``persistence`` (correlation of a run's deviation with its previous evaluation's); empty, with ``status``
+        ``undetermined``, where all runs of a group have equal curves.
 
     Raises
     ------
@@ -116,20 +123,20 @@ def tail_noise(curves: pd.DataFrame, *, by: str | None = None, tail: int = TAIL,
     tail_sd, seed_sd = float(np.sqrt(inner / inner_df)), float(np.sqrt(offsets / offset_df))
     x, y = np.concatenate([a for a, _ in pairs]), np.concatenate([b for _, b in pairs])
     persistence = float(np.corrcoef(x, y)[0, 1]) if np.ptp(x) > 0 and np.ptp(y) > 0 else float("nan")
+    equal = seed_sd <= ROUNDING * abs(float(np.mean(curves["loss"])))
     low, high = chi_square_limits(seed_sd, offset_df, level)
+    limits = Interval(level=level, method="chi-square", low={"seed_sd": low}, high={"seed_sd": high})
+    found = {"tail_sd": tail_sd, "seed_sd": seed_sd, "ratio": tail_sd / seed_sd, "persistence": persistence}
+    last_word = EQUAL_CURVES if equal else Caution(code="tail-is-not-seed-noise", message=NOT_SEED_NOISE)
     return Result(
         kind="noise floor",
-        estimate={
-            "tail_sd": tail_sd,
-            "seed_sd": seed_sd,
-            "ratio": tail_sd / seed_sd if seed_sd else float("nan"),
-            "persistence": persistence,
-        },
-        interval=Interval(level=level, method="chi-square", low={"seed_sd": low}, high={"seed_sd": high}),
+        estimate={} if equal else found,
+        interval=None if equal else limits,
+        status="undetermined" if equal else "converged",
         n=sum(runs),
         df=float(offset_df),
         conventions={"tail": f"last {tail} evaluations, about the mean of the group at each step"},
-        warnings=(*screened.cautions, Caution(code="tail-is-not-seed-noise", message=NOT_SEED_NOISE)),
+        warnings=(*screened.cautions, last_word),
         dropped=screened.dropped,
         details={"groups": len(runs), "effective_evaluations": float(np.median(effective)), "tail": tail},
     )

@@ -9,10 +9,10 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
+from scaling.analysis.collector import Collector
 from scaling.analysis.ingest_cache import fingerprint
-from scaling.analysis.raw import Points, Progress, Query, Raw
+from scaling.analysis.raw import Progress, Query, Raw
 from scaling.errors import RecordError
 from scaling.record import END, Point, RunFolder, run_folders
 from scaling.tracking import conventions
@@ -20,9 +20,6 @@ from scaling.tracking.conventions import CURVES, STORE_STATUS, TERMINAL
 from scaling.tracking.journal import seal
 from scaling.tracking.metrics import store_name
 from scaling.tracking.standing import JobState, standing
-
-if TYPE_CHECKING:
-    pass
 
 
 def read_folders(
@@ -40,12 +37,12 @@ def read_folders(
     rows: dict[str, dict[str, object]] = {}
     fields: dict[str, dict[str, object]] = defaultdict(dict)
     damaged: dict[str, str] = {}
-    history = _History()
+    collector = Collector()
     folders = run_folders(out)
     for number, folder in enumerate(folders):
         if query.only is None or folder.key in query.only:
             try:
-                _read(folder, query, out.resolve().name, job_state, rows, fields, history)
+                _read(folder, query, out.resolve().name, job_state, rows, fields, collector)
             except RecordError as error:
                 damaged[folder.key] = str(error)
         if progress is not None:
@@ -59,7 +56,7 @@ def read_folders(
     series = {
         name: pd.Series(values, dtype=object if name[:3] in ("tag", "par") else None) for name, values in fields.items()
     }
-    return Raw(runs=runs, fields=series, points=history.points() if query.histories is not None else None), damaged
+    return Raw(runs=runs, fields=series, points=collector.points() if query.histories is not None else None), damaged
 
 
 def folder_fingerprints(out: Path, query: Query) -> dict[str, str]:
@@ -72,38 +69,6 @@ def folder_fingerprints(out: Path, query: Query) -> dict[str, str]:
     return marks
 
 
-class _History:
-    """Columns of all points read so far."""
-
-    def __init__(self) -> None:
-        self.runs: dict[str, int] = {}
-        self.metrics: dict[str, int] = {}
-        self.columns: tuple[list[Any], ...] = ([], [], [], [], [])
-
-    def add(self, run: str, metric: str, step: int, time_ms: int, value: float) -> None:
-        row = (
-            self.runs.setdefault(run, len(self.runs)),
-            self.metrics.setdefault(metric, len(self.metrics)),
-            step,
-            time_ms,
-        )
-        for column, cell in zip(self.columns, (*row, value), strict=True):
-            column.append(cell)
-
-    def points(self) -> Points:
-        """The columns."""
-        run, metric, step, time_ms, value = self.columns
-        return Points(
-            runs=list(self.runs),
-            metrics=list(self.metrics),
-            run=run,
-            metric=metric,
-            step=step,
-            time_ms=time_ms,
-            value=value,
-        )
-
-
 def _read(
     folder: RunFolder,
     query: Query,
@@ -111,7 +76,7 @@ def _read(
     job_state: JobState | None,
     rows: dict[str, dict[str, object]],
     fields: dict[str, dict[str, object]],
-    history: _History,
+    collector: Collector,
 ) -> None:
     config, attempts, end = folder.config(), folder.attempts(), folder.end()
     if query.sweep is not None and query.sweep not in (config.run.sweep, default):
@@ -148,8 +113,11 @@ def _read(
     if "step:" in query.fields and latest:
         fields["step:"][key] = max(step for step, _ in latest.values())
     if query.histories is not None:
-        for point in points:
-            for name, value in point.metrics.items():
-                stored = store_name(name)
-                if not query.histories or stored in query.histories:
-                    history.add(key, stored, point.step, point.time_ms, value)
+        named = ((store_name(name), point, value) for point in points for name, value in point.metrics.items())
+        cells = [
+            (name, point.step, point.time_ms, value)
+            for name, point, value in named
+            if not query.histories or name in query.histories
+        ]
+        if cells:
+            collector.extend(key, *zip(*cells, strict=True))

@@ -7,12 +7,13 @@ read-only, PostgreSQL in a read-only transaction.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Final
 
 from scaling.analysis.collector import read_points
 from scaling.analysis.database import Database, check_layout, literal
-from scaling.analysis.raw import Progress, Query, Raw, decode
+from scaling.analysis.raw import Points, Progress, Query, Raw, decode
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -31,30 +32,43 @@ def read_database(uri: str, query: Query, *, progress: Progress | None = None) -
     StoreUnavailable
         If it does not answer.
     """
-    import pandas as pd
-
-    with Database(uri) as database:
+    with Database(uri) as database, ThreadPoolExecutor(1) as beside:
         check_layout(database)
         chosen = _chosen(database, query)
         runs = database.table(
             "SELECT r.run_uuid AS id, COALESCE(r.name, '') AS name, e.name AS experiment, r.status AS status, "
             "COALESCE(r.start_time, 0) AS started_ms, COALESCE(r.end_time, -1) AS ended_ms FROM runs r "
             f"JOIN experiments e ON e.experiment_id = r.experiment_id WHERE r.run_uuid IN ({chosen})"
-        ).to_pandas()
-        frame = runs.set_index("id").astype({"name": "string", "experiment": "string", "status": "string"})
-        for name in ("started_ms", "ended_ms"):
-            frame[name] = frame[name].astype("Int64")
-        frame["ended_ms"] = frame["ended_ms"].mask((frame["ended_ms"] < 0) | (frame["status"] == "RUNNING"))
-        frame.index = pd.Index(frame.index, dtype=object, name=None)
-        everything = int(database.scalar("SELECT count(*) FROM runs")) == len(frame)
-        fields = _fields(database, query, "" if everything else f" AND run_uuid IN ({chosen})")
-        points = None
-        if query.histories is not None:
-            restrict = "" if everything else f"run_uuid IN ({chosen})"
-            points = read_points(
-                database, query.histories, restrict=restrict, wanted=sorted(runs["id"].tolist()), progress=progress
-            )
+        )
+        everything = int(database.scalar("SELECT count(*) FROM runs")) == runs.num_rows
+        restrict = "" if everything else f"run_uuid IN ({chosen})"
+        reading = None
+        if query.histories is not None:  # a database answers several connections at once
+            wanted = sorted(runs.column("id").to_pylist())
+            reading = beside.submit(_points, uri, query.histories, restrict, wanted, progress)
+        frame = _frame(runs)
+        fields = _fields(database, query, f" AND {restrict}" if restrict else "")
+        points = None if reading is None else reading.result()
         return Raw(runs=frame, fields=fields, points=points)
+
+
+def _frame(runs: pa.Table) -> pd.DataFrame:
+    import pandas as pd
+
+    frame: pd.DataFrame = runs.to_pandas().set_index("id")
+    frame = frame.astype({"name": "string", "experiment": "string", "status": "string"})
+    for name in ("started_ms", "ended_ms"):
+        frame[name] = frame[name].astype("Int64")
+    frame["ended_ms"] = frame["ended_ms"].mask((frame["ended_ms"] < 0) | (frame["status"] == "RUNNING"))
+    frame.index = pd.Index(frame.index, dtype=object, name=None)
+    return frame
+
+
+def _points(
+    uri: str, histories: Collection[str], restrict: str, wanted: Sequence[str], progress: Progress | None
+) -> Points:
+    with Database(uri) as database:
+        return read_points(database, histories, restrict=restrict, wanted=wanted, progress=progress)
 
 
 def database_fingerprints(uri: str, query: Query) -> dict[str, str]:

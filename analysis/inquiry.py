@@ -265,10 +265,10 @@ def _needs(deltas: Sequence[Delta], log: _Log) -> list[str]:
 
     floor = log.results.get("noise floor")
     open_ = [delta for delta in _overall(deltas) if delta.verdict == "undecided" and delta.mean != 0]
-    if floor is None or not open_:
+    sd = _sd(log)
+    if floor is None or sd is None or not open_:
         return []
     lines = []
-    sd = float(floor.estimate["seed_sd"])
     for delta in sorted(open_, key=lambda delta: -abs(delta.mean))[:_MOST_NEEDS]:
         scales = max(1, sum(other.method == delta.method and other.size != OVER_SIZES for other in deltas))
         question = partial(noise_power, sd=sd, difference=abs(delta.mean), scales=(scales,), seeds=(3,))
@@ -320,4 +320,4 @@ def _fits(runs: pd.DataFrame, baseline: str | None, rng: int, log: _Log) -> None
 
 def _sd(log: _Log) -> float | None:
     floor = log.results.get("noise floor")
-    return None if floor is None else float(floor.estimate["seed_sd"])
+    return None if floor is None else floor.estimate.get("seed_sd")

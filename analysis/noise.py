@@ -19,7 +19,7 @@ from scaling.analysis.checklist import describe_dropped, describe_seeds, make_ch
 from scaling.analysis.options import check_level
 from scaling.analysis.result import Caution, Interval, Result
 from scaling.analysis.screen import numbers, screen
-from scaling.analysis.spread import chi_square_limits, homogeneity, scale_dependence
+from scaling.analysis.spread import chi_square_limits, constant, homogeneity, scale_dependence
 from scaling.errors import FitError, TableError
 
 if TYPE_CHECKING:
@@ -44,6 +44,9 @@ CONFIGURATION = (
 )
 HOMOGENEOUS = 0.05
 SURELY_UNEQUAL = 1e-3
+EQUAL_REPEATS = (
+    "repeats of one seed have equal losses: training repeats itself, or they are copies of one run; no interval"
+)
 
 
 def noise_floor(
@@ -68,9 +71,10 @@ def noise_floor(
     Returns
     -------
     Result
-        ``estimate``: ``seed_sd`` (nats) and, where one seed was run more than once, ``same_seed_sd``; the
-        interval is the
-        chi-square one. ``details`` hold every configuration, tests of homogeneity and the dependence on scale.
+        ``estimate``: ``seed_sd`` (nats) and, where one seed was run more than once, ``same_seed_sd``; the interval is
+        the chi-square one. ``details`` hold every configuration, tests of homogeneity and the dependence on scale.
+        Where all runs of each configuration have equal losses there is no ``seed_sd``, and ``status`` is
+        ``undetermined``; repeats of a seed that are equal have ``same_seed_sd`` 0 without an interval.
 
     Raises
     ------
@@ -100,15 +104,25 @@ def noise_floor(
     samples = [numbers(part, "loss") for _, part in groups]
     df = sum(len(s) - 1 for s in samples)
     sd = float(np.sqrt(sum(float(np.sum((s - s.mean()) ** 2)) for s in samples) / df))
-    low, high = chi_square_limits(sd, df, level)
-    estimate, errors = {"seed_sd": sd}, {"seed_sd": sd / float(np.sqrt(2 * df))}
-    lows, highs = {"seed_sd": low}, {"seed_sd": high}
+    measured = not all(constant(s) for s in samples)
+    estimate, errors, limits = {}, {}, {}
+    if measured:
+        estimate["seed_sd"], errors["seed_sd"] = sd, sd / float(np.sqrt(2 * df))
+        limits["seed_sd"] = chi_square_limits(sd, df, level)
     if same_df:
         estimate["same_seed_sd"] = same_sd
-        lows["same_seed_sd"], highs["same_seed_sd"] = chi_square_limits(same_sd, same_df, level)
+        if same_sd > 0:
+            limits["same_seed_sd"] = chi_square_limits(same_sd, same_df, level)
     tests = homogeneity(samples)
-    cautions = [*screened.cautions, *_cautions(df, tests, samples)]
-    interval = Interval(level=level, method="chi-square", low=lows, high=highs)
+    cautions = [*screened.cautions, *(_cautions(df, tests, samples) if measured else [_all_equal(samples)])]
+    if same_sd == 0:
+        cautions.append(Caution(code="identical-repeats", message=EQUAL_REPEATS))
+    interval = Interval(
+        level=level,
+        method="chi-square",
+        low={name: low for name, (low, _) in limits.items()},
+        high={name: high for name, (_, high) in limits.items()},
+    )
     entries = {
         "form": "standard deviation of final loss within configurations, pooled",
         "variables": f"loss; configuration: {', '.join(columns) or 'all rows'}",
@@ -116,15 +130,16 @@ def noise_floor(
         "rows": str(sum(len(s) for s in samples)),
         "dropped": describe_dropped(screened.dropped),
         "seeds": describe_seeds(frame),
-        "interval": "chi-square",
+        "interval": "chi-square" if limits else "none: equal losses",
     }
     return Result(
         kind="noise floor",
         estimate=estimate,
         standard_error=errors,
-        interval=interval,
+        interval=interval if limits else None,
         n=sum(len(s) for s in samples),
         df=float(df),
+        status="converged" if measured else "undetermined",
         conventions={"configuration": ", ".join(columns) or "all rows"},
         warnings=tuple(cautions),
         dropped=screened.dropped,
@@ -159,6 +174,8 @@ def _merge_repeats(frame: pd.DataFrame, columns: Sequence[str]) -> tuple[float, 
     if df == 0:
         return float("nan"), 0, frame
     squares = float(((frame["loss"] - grouped.transform("mean")) ** 2).sum())
+    if all(constant(part.to_numpy(dtype=np.float64)) for _, part in grouped):
+        squares = 0.0
     merged = frame.assign(loss=grouped.transform("mean")).drop_duplicates(keys)
     return float(np.sqrt(squares / df)), df, merged
 
@@ -166,7 +183,7 @@ def _merge_repeats(frame: pd.DataFrame, columns: Sequence[str]) -> tuple[float, 
 def _describe(key: Any, columns: Sequence[str], sample: Floats, level: float) -> dict[str, Any]:
     values = key if isinstance(key, tuple) else (key,)
     sd = float(np.std(sample, ddof=1))
-    low, high = chi_square_limits(sd, len(sample) - 1, level)
+    low, high = (None, None) if constant(sample) else chi_square_limits(sd, len(sample) - 1, level)
     return {
         "configuration": {c: str(v) for c, v in zip(columns or ["rows"], values, strict=True)},
         "n": len(sample),
@@ -175,6 +192,16 @@ def _describe(key: Any, columns: Sequence[str], sample: Floats, level: float) ->
         "low": low,
         "high": high,
     }
+
+
+def _all_equal(samples: Sequence[Floats]) -> Caution:
+    runs = sum(len(s) for s in samples)
+    text = (
+        f"all runs of a configuration have equal losses ({runs} runs, {len(samples)} configuration"
+        f"{'s' * (len(samples) != 1)}): no spread could be measured, so there is no SD and no interval; likely one run "
+        "or seed repeated under several names; check the runs' seeds, then train with others"
+    )
+    return Caution(code="identical-losses", message=text)
 
 
 def _cautions(df: int, tests: dict[str, float | None], samples: Sequence[Floats]) -> list[Caution]:
@@ -192,7 +219,7 @@ def _cautions(df: int, tests: dict[str, float | None], samples: Sequence[Floats]
             f"{max(sds):.3g}): do not pool them all"
         )
         out.append(Caution(code="unequal-variances", message=text))
-    if any(np.ptp(s) == 0 for s in samples):
+    if any(constant(s) for s in samples):
         text = "a configuration has runs with exactly equal losses: copies of one run, or seeds that change nothing"
         out.append(Caution(code="identical-losses", message=text))
     return out

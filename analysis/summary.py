@@ -55,7 +55,7 @@ def summarize(found: Findings) -> Summary:
             "and pairs of one seed, tell smaller differences."
         )
     else:
-        unknown.append("The noise between seeds is unknown: no method was run twice at the same size and settings.")
+        unknown.append(f"The noise between seeds is unknown: {_why_no_noise(found)}.")
     decided = any(delta.verdict != "undecided" for delta in found.deltas)
     unknown = [*_budgets(found), *unknown] if decided else [*unknown, *_budgets(found)]
     unknown.extend(grouped([failure for failure in found.failures if seed is not None or failure.what != NOISE]))
@@ -65,6 +65,12 @@ def summarize(found: Findings) -> Summary:
         not_shown=_cut([*unknown, *_scope(found)]),
         needed=_cut(_needed(found)),
     )
+
+
+def _why_no_noise(found: Findings) -> str:
+    floor = found.results.get("noise floor")
+    equal = [item.message for item in floor.warnings if item.code == "identical-losses"] if floor else []
+    return equal[0] if equal else "no method was run twice at the same size and settings"
 
 
 def _headline(found: Findings) -> str:

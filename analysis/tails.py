@@ -26,6 +26,8 @@ def _between(runs: pd.DataFrame) -> tuple[Noise, ...]:
         found = noise_floor(runs.assign(val_loss=runs["val_loss_tail"]))
     except ScalingError:
         return ()
+    if "seed_sd" not in found.estimate:
+        return ()
     interval = found.interval
     return (
         Noise(
@@ -63,6 +65,8 @@ def _within(runs: pd.DataFrame, histories: pd.DataFrame | None) -> tuple[Noise, 
             found = tail_noise(curves, by="group", tail=tail)
         except ScalingError:
             continue
+        if "tail_sd" not in found.estimate:
+            return ()
         return (
             Noise(
                 kind="tail_sd",

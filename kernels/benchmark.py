@@ -29,6 +29,7 @@ _LOG = logging.getLogger(__name__)
 Row = dict[str, Any]
 Each = Callable[[Row, dict[str, str]], None]  # called with a row and the versions it was measured with
 
+_PACKAGES = {"fla": "flash-linear-attention", "liger": "liger-kernel"}
 _QUANTILES = (0.2, 0.5, 0.8)
 _CEILING_BYTES = 2**32  # far beyond the 60 MB of an H200's L2
 
@@ -60,11 +61,12 @@ def bench_train(
     Raises
     ------
     UsageError
-        If a shape, method or implementation is unknown, or a vocabulary has fewer than two tokens.
+        If a shape, method or implementation is unknown, no method asked for has an implementation asked for, or a
+        vocabulary has fewer than two tokens.
     KernelError
         If there is no CUDA device.
     """
-    chosen = _pick(tuple(METHODS) if methods is None else tuple(methods), tuple(METHODS), "method")
+    named = _pick(tuple(methods or ()), tuple(METHODS), "method") or None
     wanted = _pick(tuple(implementations), IMPLEMENTATIONS, "implementation")
     names = [shape.name for shape in SHAPES]
     sizes = [shape for shape in SHAPES if shape.name in _pick(tuple(shapes or names), tuple(names), "shape")]
@@ -72,10 +74,13 @@ def bench_train(
     for vocabulary in vocabularies:
         if vocabulary < 2:
             raise UsageError(f"bench: vocabulary {vocabulary}; allowed: 2 and above, such as {VOCABULARIES[0]}")
+    lacking = _lacking(named, wanted)
     _need_gpu()
+    if lacking:
+        _LOG.warning("bench: left out: %s", "; ".join(lacking))
     others = [
         (name, run)
-        for name in chosen
+        for name in named or METHODS
         for run in METHODS[name].runs
         if run in wanted and (name, run) != ("baseline", "compiled")
     ]
@@ -263,6 +268,30 @@ def _pick(wanted: tuple[str, ...], known: tuple[str, ...], what: str) -> tuple[s
         if name not in known:
             raise UsageError(f"bench: unknown {what} {name!r}; {nearest(name, known)}")
     return wanted
+
+
+def _lacking(named: tuple[str, ...] | None, wanted: tuple[str, ...]) -> list[str]:
+    """What of ``named`` methods (``None``: all) cannot be timed by the implementations ``wanted``, one phrase each.
+
+    Raises
+    ------
+    UsageError
+        If that is everything that was asked for.
+    """
+    chosen = tuple(name for name in METHODS if name != "baseline") if named is None else named
+    # the baseline stands beside our kernels without having any
+    can = {run: [name for name in METHODS if run in METHODS[name].runs] for run in wanted}
+    lacking, anything = [], False
+    for run in wanted:
+        without = [name for name in chosen if name not in can[run] and (name, run) != ("baseline", "kernels")]
+        anything |= len(without) < len(chosen)
+        if not can[run]:
+            lacking.append(f"{run} is not installed here (pip install {_PACKAGES[run]})")
+        elif without:
+            lacking.append(f"no implementation {run} of {', '.join(without)} (there is one of {', '.join(can[run])})")
+    if not anything:
+        raise UsageError(f"bench: {'; '.join(lacking)}; give another --method or --implementation")
+    return lacking
 
 
 def _need_gpu() -> None:

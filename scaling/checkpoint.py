@@ -31,6 +31,7 @@ from torch import Tensor
 
 from scaling.distributed import World, local_part
 from scaling.errors import CheckpointError, LeaseError
+from scaling.peers import is_lost
 
 logger = logging.getLogger(__name__)
 
@@ -88,6 +89,7 @@ class Checkpoints:
         self._guard = guard
         self._thread: threading.Thread | None = None
         self._error: str | None = None
+        self._lost: RuntimeError | None = None  # what the saving thread met when another process was gone
         # a single process is what is meant, not an oversight
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
         # the saving thread's collectives must not mix with the training's
@@ -121,11 +123,15 @@ class Checkpoints:
         ------
         CheckpointError
             With ``required``, if the checkpoint could not be written; those before it are untouched.
+        RuntimeError
+            The communication library's, if another process was lost meanwhile: no training goes on after that.
         """
         if self._thread is None:
             return
         self._thread.join()
         self._thread = None
+        if self._lost is not None:
+            raise self._lost
         if self._error is None:
             return
         if required:
@@ -159,7 +165,7 @@ class Checkpoints:
             entry.local.copy_(local_part(targets[name]))
 
     def write_final(self, weights: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Write whole tensors as ``final/<name>.safetensors``, and drop the checkpoints kept for resuming."""
+        """Write whole tensors as ``final/<name>.safetensors``; ``CheckpointError`` where they cannot be."""
         self.finish()
         beside, final = self._folder / f".{FINAL}", self._folder / FINAL
         try:
@@ -172,7 +178,19 @@ class Checkpoints:
             _replace_folder(beside, final)
         except (OSError, SafetensorError) as error:
             shutil.rmtree(beside, ignore_errors=True)
-            raise CheckpointError(f"{final}: cannot be written ({_cause(error)}); free space and run again") from None
+            raise CheckpointError(f"{final}: cannot be written ({_cause(error)})") from None
+
+    def holds(self, step: int) -> bool:
+        """Whether there is a complete checkpoint of this step."""
+        return _read(self._folder / f"step-{step:08d}") is not None
+
+    def make_room(self) -> bool:
+        """Remove checkpoints that are older than the newest, where that is whole; whether there were any."""
+        before = _folders(self._folder)
+        if not before or damage(before[-1]) is not None:
+            return False
+        self.prune(keep=0 if _is_permanent(before[-1]) else 1)
+        return len(_folders(self._folder)) < len(before)
 
     def prune(self, keep: int | None = None) -> None:
         """Remove all but the latest ``keep`` and the permanent checkpoints."""
@@ -201,7 +219,13 @@ class Checkpoints:
         parts: list[Any] = [(problem, files)]
         if self._group is not None:
             parts = [None] * self._world.size
-            dist.all_gather_object(parts, (problem, files), group=self._group)
+            try:
+                dist.all_gather_object(parts, (problem, files), group=self._group)
+            except RuntimeError as error:
+                if not is_lost(error):
+                    raise
+                self._lost = error
+                return
         problem = next((found for found, _ in parts if found is not None), None)
         if self._world.is_first and problem is None:
             try:
@@ -305,6 +329,11 @@ def _read(path: Path) -> Checkpoint | None:
     if record is None:
         return None
     return Checkpoint(path=path, **{name: record[name] for name in _FIELDS - {"format", "files"}})
+
+
+def _is_permanent(path: Path) -> bool:
+    found = _read(path)
+    return found is not None and found.permanent
 
 
 def damage(path: Path) -> str | None:

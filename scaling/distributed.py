@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from scaling import peers
 from scaling.config.training import RunSettings
 from scaling.errors import ConfigError
 
@@ -119,6 +120,8 @@ def join(settings: RunSettings) -> World:
     ------
     ConfigError
         If several processes are launched for a run that is not parallel, or the device asked for is not here.
+    ProcessLost
+        If the processes do not meet.
     """
     rank, size, local_rank = _place(settings)
     if size > 1 and settings.parallel == "none":
@@ -137,7 +140,9 @@ def join(settings: RunSettings) -> World:
         alone = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group(backend, store=alone, rank=0, world_size=1, device_id=bound)
     else:
-        dist.init_process_group(backend, rank=rank, world_size=size, device_id=bound)
+        address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        with peers.meeting(rank, size, address):
+            dist.init_process_group(backend, rank=rank, world_size=size, device_id=bound)
     return World(rank=rank, size=size, local_rank=local_rank, device=device, joined=True)
 
 

@@ -40,6 +40,10 @@ class DataError(ScalingError):
     """A corpus, token store or tokenizer is missing, damaged, or too small."""
 
 
+class DataUnavailable(DataError):
+    """Input cannot be read now (permissions, a file system or worker that failed); the same call may succeed later."""
+
+
 class RecordError(ScalingError):
     """A run folder is missing, damaged, or belongs to another configuration."""
 
@@ -54,6 +58,10 @@ class CheckpointError(ScalingError):
 
 class MemoryShortage(ScalingError):
     """A run needs more memory than its device has."""
+
+
+class ProcessLost(ScalingError):
+    """Another process of a run over several is gone, or was never there."""
 
 
 class StoreError(ScalingError):

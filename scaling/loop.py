@@ -23,6 +23,7 @@ from scaling.accounting import count_flops
 from scaling.checkpoint import EMA, MODEL, Checkpoint, Checkpoints, Entry
 from scaling.config.tree import RunConfig
 from scaling.distributed import World, forget_gathered, prepare, synchronise_gradients, wrap
+from scaling.errors import CheckpointError
 from scaling.evaluate import Evaluation, Evaluator, advice
 from scaling.feed import Feed
 from scaling.loader import Loader
@@ -269,7 +270,7 @@ class Loop:
         if settings.permanent_every_steps and self.step % settings.permanent_every_steps == 0:
             self._save(checkpoints, permanent=True)
         elif leaving or self.step >= self.steps:
-            return  # saved on leaving; the end has its own record and weights
+            return  # saved on leaving; ``ending`` sees to the end
         elif settings.checkpoint_every_steps and self.step % settings.checkpoint_every_steps == 0:
             self._save(checkpoints)
         elif settings.checkpoint_every_minutes is not None and self.step % settings.log_every_steps == 0:
@@ -284,6 +285,24 @@ class Loop:
         self._saved_step, self._saved_s = self.step, time.monotonic()
         if wait:
             checkpoints.finish(required=True)
+
+    def save_end(self, checkpoints: Checkpoints, *, after_s: float = 0.0) -> bool:
+        """Save the state of a finished run, unless the last save is younger than ``after_s``; whether it is saved."""
+        checkpoints.finish()
+        if self.world.share(checkpoints.holds(self.step)):
+            return True
+        if not self.world.any(time.monotonic() - self._saved_s >= after_s):
+            return False
+        self._saved_step = -1  # one that was begun at this step and not written does not count
+        problem: str | None = None
+        try:
+            self._save(checkpoints, wait=True)
+        except CheckpointError as error:
+            problem = str(error)
+        problem = next((found for found in self.world.gather(problem) if found is not None), None)
+        if problem is not None and self.world.is_first:
+            logger.warning("%s", problem.partition(";")[0])
+        return problem is None
 
     def totals(self) -> dict[str, float]:
         """Tokens, FLOPs and time so far, work that was lost to an interruption left out."""

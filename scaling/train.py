@@ -13,18 +13,19 @@ import os
 import platform
 import socket
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from scaling import memory, precision
+from scaling import memory, peers, precision
 from scaling.accounting import count_parameters
 from scaling.checkpoint import Checkpoints
 from scaling.config.tree import RunConfig
-from scaling.distributed import World, as_sharded, join
+from scaling.distributed import World, join
+from scaling.ending import leave_record, leave_weights
 from scaling.errors import ConfigError, MemoryShortage, ScalingError
 from scaling.evaluate import Evaluation
 from scaling.kernels import dispatch
@@ -74,7 +75,8 @@ def train(config: RunConfig, *, out: Path, progress: Callable[[Progress], None] 
     Raises
     ------
     ScalingError
-        For what a user can cause: a wrong configuration, a missing store, a folder in use, memory or disk exhausted.
+        For what a user can cause: a wrong configuration, a missing store, a folder in use, memory or disk exhausted,
+        another process of the run killed.
     """
     installed = STOP.listen()
     world: World | None = None
@@ -90,7 +92,8 @@ def train(config: RunConfig, *, out: Path, progress: Callable[[Progress], None] 
             torch.set_num_threads(config.run.threads)
         precision.set_determinism(config.run.deterministic)
         world = join(config.run)
-        start = _start(config, out, world)
+        with peers.explained(world.rank, world.size):
+            start = _start(config, out, world)
         lease = start.lease
         if start.end is not None:
             return start.end
@@ -162,12 +165,15 @@ class _Attempt:
 
     def run(self) -> EndRecord:
         try:
-            with self._memory_explained():
+            with self._memory_explained(), self._loss_of_a_process_explained():
                 return self._train()
         except Diverged as diverged:
             return self._diverged(diverged)
         except Exception as error:
-            self._end("failed", reason=_one_line(error))
+            try:
+                self._end("failed", reason=_one_line(error))
+            except ScalingError as second:  # what failed first is the news
+                logger.warning("no end record: %s", second)
             raise
 
     def _train(self) -> EndRecord:
@@ -201,15 +207,9 @@ class _Attempt:
             reason = f"left on {name} after step {loop.step} of {loop.steps}{saved}; run again to go on"
             logger.info("%s", reason)
             return self._record("cancelled", reason=reason)
-        if config.run.save_weights:
-            weights = {"model": _whole(loop.transformer.state_dict())}
-            if loop.optimizer.ema:
-                with loop.averaged():
-                    weights["ema"] = _whole(loop.transformer.state_dict())
-            if world.is_first:
-                self._guard()
-                checkpoints.write_final(weights)
-        record = self._end("done")
+        leave_weights(loop, checkpoints, world, save_weights=config.run.save_weights, guard=self._guard)
+        record = self._record("done")
+        leave_record(lambda: self._finish(record), loop, checkpoints, world)
         if world.is_first:
             checkpoints.prune(keep=0)
         return record
@@ -236,6 +236,9 @@ class _Attempt:
                 f"{memory.remedy(self._config, self._world, self._rows)}"
             ) from error
 
+    def _loss_of_a_process_explained(self) -> AbstractContextManager[None]:
+        return peers.explained(self._world.rank, self._world.size, self._folder.path / CHECKPOINTS)
+
     def _guard(self) -> None:
         if self._lease is not None:
             self._lease.check()
@@ -257,9 +260,12 @@ class _Attempt:
     ) -> EndRecord:
         record = self._record(status, step=step, reason=reason, details=details)
         if self._world.is_first:
-            self._guard()
-            self._folder.finish(record)
+            self._finish(record)
         return record
+
+    def _finish(self, record: EndRecord) -> None:
+        self._guard()
+        self._folder.finish(record)
 
     def _record(
         self, status: Any, *, step: int | None = None, reason: str = "", details: dict[str, Any] | None = None
@@ -311,16 +317,6 @@ class _Attempt:
         settings = self._config.run
         recomputed = settings.activation_checkpointing != "none"
         return dispatch.describe(self._world.device, sharded=settings.parallel == "fsdp2", recomputed=recomputed)
-
-
-def _whole(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Whole tensors on the host; every process takes part in putting shards together."""
-    whole = {}
-    for name, tensor in tensors.items():
-        sharded = as_sharded(tensor)
-        full = tensor if sharded is None else sharded.full_tensor()
-        whole[name] = full.detach().to("cpu", copy=True).contiguous()
-    return whole
 
 
 def _device_name(device: torch.device) -> str:

@@ -90,6 +90,8 @@ def preview(
     name = gpu or site.gpu
     device = Device.named(name, mfu if mfu is not None else site.mfu) if name else None
     rate = price if price is not None else plan.spec.price_per_gpu_hour
+    if slurm is None and shutil.which("sbatch") is not None:
+        slurm = Slurm()  # one for all questions, which keeps what it was told
     now = status(plan, slurm=slurm)
     notes, refused, script = _slurm_view(now, site, slurm)
     return Preview(
@@ -105,11 +107,11 @@ def preview(
 
 def _slurm_view(now: SweepStatus, site: Site, slurm: Slurm | None) -> tuple[list[str], str, str]:
     """What Slurm would get for the runs that are due, what it says to it, why not, and the first array's script."""
-    if slurm is None and shutil.which("sbatch") is None:
+    if slurm is None:
         return ["Slurm: not here (sbatch is not on PATH); sweep submit --executor local trains on this machine"], "", ""
     from scaling.sweeps.batch import executor, scrubbed_environment, task_command
 
-    slurm, plan = slurm or Slurm(), now.plan
+    plan = now.plan
     due = [row.run for row in now.runs if row.state.state == "planned"]
     groups = arrays(due or plan.runs)
     folder = plan.sweep_folder / "arrays" / "TOKEN"

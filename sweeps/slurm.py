@@ -73,6 +73,7 @@ class Slurm:
     ask: Callable[[Sequence[str]], subprocess.CompletedProcess[str]] = _run
     user: str = field(default_factory=lambda: _me())
     has_sacct: bool | None = None
+    _config: dict[str, str] | None = field(default=None, init=False, repr=False)
 
     def text(self, *command: str) -> str:
         """Standard output of a command.
@@ -145,40 +146,35 @@ class Slurm:
         return "accounting_storage/none" not in self.config().get("AccountingStorageType", "accounting_storage/none")
 
     def config(self) -> dict[str, str]:
-        """The controller's configuration."""
-        pairs = (line.partition("=") for line in self.text("scontrol", "show", "config").splitlines() if "=" in line)
-        return {key.strip(): value.strip() for key, _, value in pairs}
+        """The controller's configuration, asked for once: it does not change under a command."""
+        if self._config is None:
+            lines = self.text("scontrol", "show", "config").splitlines()
+            pairs = (line.partition("=") for line in lines if "=" in line)
+            self._config = {key.strip(): value.strip() for key, _, value in pairs}
+        return self._config
 
-    def partition(self, name: str | None) -> Mapping[str, str]:
-        """Settings of a partition (``None``: the default one).
+    def max_time_s(self, partition: str | None) -> int | None:
+        """The partition's MaxTime, which sbatch itself may not enforce; ``None``: unlimited.
+
+        Of several partitions (``a,b``: Slurm takes the one that starts first) the longest.
 
         Raises
         ------
         ClusterError
             If there is no such partition; the text lists those there are.
         """
-        found = [dict(word.partition("=")[::2] for word in line.split())
-                 for line in self.text("scontrol", "-o", "show", "partition").splitlines() if line]  # fmt: skip
-        for tree in found:
-            if tree.get("PartitionName") == name or (name is None and tree.get("Default") == "YES"):
-                return tree
-        if name is None:
-            return {}  # a site may have no default partition; sbatch says so
-        names = ", ".join(sorted(tree.get("PartitionName", "") for tree in found))
-        raise ClusterError(f"partition={name!r}: no such partition; allowed: {names}; set it in the site profile")
-
-    def max_time_s(self, partition: str | None) -> int | None:
-        """The partition's MaxTime, which sbatch itself may not enforce; ``None``: unlimited.
-
-        Of several partitions (``a,b``: Slurm takes the one that starts first) the longest.
-        """
         limits: list[int] = []
+        there = self._partitions()
         for name in [None] if partition is None else partition.split(","):
-            text = self.partition(name).get("MaxTime", "UNLIMITED")
+            text = _named(there, name).get("MaxTime", "UNLIMITED")
             if text in ("UNLIMITED", "NONE", "INFINITE"):
                 return None
             limits.append(seconds(text))
         return max(limits)
+
+    def _partitions(self) -> list[dict[str, str]]:
+        return [dict(word.partition("=")[::2] for word in line.split())
+                for line in self.text("scontrol", "-o", "show", "partition").splitlines() if line]  # fmt: skip
 
     def max_array_index(self) -> int:
         """The highest index an array task may have: MaxArraySize bounds the index, not the count."""
@@ -200,6 +196,16 @@ class Slurm:
         """Cancel jobs and array tasks, all in one scancel."""
         if jobs:
             self.text("scancel", *jobs)
+
+
+def _named(partitions: Sequence[Mapping[str, str]], name: str | None) -> Mapping[str, str]:
+    for tree in partitions:
+        if tree.get("PartitionName") == name or (name is None and tree.get("Default") == "YES"):
+            return tree
+    if name is None:
+        return {}  # a site may have no default partition; sbatch says so
+    names = ", ".join(sorted(tree.get("PartitionName", "") for tree in partitions))
+    raise ClusterError(f"partition={name!r}: no such partition; allowed: {names}; set it in the site profile")
 
 
 def expand_ids(job: str) -> Iterator[str]:

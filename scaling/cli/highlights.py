@@ -121,9 +121,9 @@ def _floor(details: Mapping[str, Any]) -> list[str]:
     if "configurations" in details:
         found = details["configurations"]
         spread = sorted(row["sd"] for row in found)
-        lines.append(
-            f"  {len(found)} configuration{'s' * (len(found) != 1)}, SD {_number(spread[0])} to {_number(spread[-1])}"
-        )
+        measured = any(row["low"] is not None for row in found)
+        range_ = f"SD {_number(spread[0])} to {_number(spread[-1])}" if measured else "losses equal within each"
+        lines.append(f"  {len(found)} configuration{'s' * (len(found) != 1)}, {range_}")
         tests = details["homogeneity"]
         if _known(tests.get("levene_p")):
             lines.append(f"  one spread for all: Levene p {_number(tests['levene_p'], 2)}")

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import zstandard
 
-from scaling.errors import DataError
+from scaling.errors import DataError, DataUnavailable
 
 _INPUT_BYTES: Final = 64 * 2**10  # read at a time; text unpacks to some five times as much
 
@@ -53,6 +53,6 @@ def decompressed(path: Path, suffix: str) -> Iterator[tuple[bytes, int]]:
     except (zlib.error, lzma.LZMAError, zstandard.ZstdError) as error:
         raise DataError(f"{path}: damaged {suffix} file ({error}); fetch it again") from None
     except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror})") from None
+        raise DataUnavailable(f"{path}: cannot be read ({error.strerror})") from None
     if decoder is not None:
         raise DataError(f"{path}: damaged {suffix} file (it ends too early); fetch it again")

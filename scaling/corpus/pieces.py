@@ -8,6 +8,7 @@ packed ones are unpacked by the process that hands out pieces, and travel as byt
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ from typing import Any, Final
 from scaling.corpus.compression import decompressed
 from scaling.corpus.documents import Document
 from scaling.corpus.inputs import Input
-from scaling.errors import DataError
+from scaling.errors import DataError, DataUnavailable
 
 PIECE_BYTES: Final = 16 * 2**20
 _ROWS: Final = 256  # of a Parquet file, read at a time
@@ -132,7 +133,7 @@ def _ranges(item: Input) -> Iterator[dict[str, Any]]:
                 yield {"start": start, "length": end - start, "input_bytes": end - start}
                 start = end
     except OSError as error:
-        raise DataError(f"{item.path}: cannot be read ({error.strerror})") from None
+        raise DataUnavailable(f"{item.path}: cannot be read ({error.strerror})") from None
 
 
 def _unpacked(item: Input) -> Iterator[dict[str, Any]]:
@@ -166,7 +167,7 @@ def _read(path: Path, start: int, length: int | None) -> bytes:
             file.seek(start)
             return file.read(-1 if length is None else length)
     except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror})") from None
+        raise DataUnavailable(f"{path}: cannot be read ({error.strerror})") from None
 
 
 def _read_text(data: bytes, source: str, counts: Counter[str]) -> Iterator[Document]:
@@ -244,7 +245,7 @@ def _parquet(path: Path) -> Any:
     try:
         return pq.ParquetFile(path)
     except (pa.ArrowException, OSError) as error:
-        raise DataError(f"{path}: damaged or not Parquet ({_one_line(error)}); fetch it again") from None
+        raise _unreadable(path, "damaged or not Parquet", error) from None
 
 
 def _read_parquet(item: Input, row_group: int, columns: Columns, counts: Counter[str]) -> Iterator[Document]:
@@ -264,7 +265,14 @@ def _read_parquet(item: Input, row_group: int, columns: Columns, counts: Counter
     except UnicodeDecodeError:
         raise DataError(f"{item.path}: column {columns.text!r} is not UTF-8 in row group {row_group}") from None
     except (pa.ArrowException, OSError) as error:
-        raise DataError(f"{item.path}: damaged Parquet ({_one_line(error)}); fetch it again") from None
+        raise _unreadable(item.path, "damaged Parquet", error) from None
+
+
+def _unreadable(path: Path, damaged: str, error: Exception) -> DataError:
+    """Damage, or what the system says; pyarrow raises ``OSError`` for both, with a number for the system's own."""
+    if isinstance(error, OSError) and error.errno is not None:
+        return DataUnavailable(f"{path}: cannot be read ({os.strerror(error.errno)})")
+    return DataError(f"{path}: {damaged} ({_one_line(error)}); fetch it again")
 
 
 def _one_line(error: BaseException) -> str:

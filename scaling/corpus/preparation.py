@@ -2,7 +2,8 @@
 
 Work in progress lies in ``<out>.partial`` and ends with one rename, so that the store is there whole or not at all.
 What was tokenized stays when a preparation is interrupted, however harshly; the same call goes on from it and ends in
-the same bytes.
+the same bytes. Where the input or an option is refused nothing stays: what is given instead is another request, which
+could not use it.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from scaling.corpus.shards import SHARD_BYTES, Folder, batches, write_through
 from scaling.corpus.tokenizer import BYTES, ByteEncoder, Encoder, load_tokenizer, train_bpe
 from scaling.corpus.training_sample import sample_texts
 from scaling.corpus.workers import Task, tokenize
-from scaling.errors import DataError, UsageError
+from scaling.errors import DataError, DataUnavailable, ScalingError, UsageError
 from scaling.tokens import META, VERSION, TokenStore, read_meta
 
 logger = logging.getLogger(__name__)
@@ -144,7 +145,7 @@ def prepare(
     work = target.with_name(f"{target.name}.partial")
     cuts: list[Feed | list[Piece]] = [*feeds(inputs)] if inputs else [_held_pieces(documents)]
     try:
-        with _work_folder(work, request):
+        with _work_folder(work, request), _removed_if_refused(work):
             _build(cuts, inputs, documents, work, options, passed_over, request, workers, progress)
             if target.exists():
                 target.rmdir()
@@ -285,3 +286,15 @@ def _work_folder(work: Path, request: str) -> Iterator[None]:
             (work / "shards").mkdir()
             write_through(note, request.encode("ascii"))
         yield
+
+
+@contextmanager
+def _removed_if_refused(work: Path) -> Iterator[None]:
+    """Within, an error that only other inputs or options can mend takes the work in progress away."""
+    try:
+        yield
+    except DataUnavailable:
+        raise  # the same call may succeed, and then goes on
+    except ScalingError:
+        shutil.rmtree(work, ignore_errors=True)
+        raise

@@ -21,7 +21,7 @@ from typing import Final
 from scaling.corpus.pieces import Columns, Feed, Piece
 from scaling.corpus.shards import Folder
 from scaling.corpus.tokenizer import ByteEncoder, Encoder, TokenizerEncoder
-from scaling.errors import DataError
+from scaling.errors import DataUnavailable
 
 FEEDERS: Final = 8  # threads that unpack; unpacking is several times as fast as tokenizing
 
@@ -91,7 +91,7 @@ def tokenize(
                 fed.result()
             line.wait()
         except BrokenProcessPool:
-            raise DataError(
+            raise DataUnavailable(
                 "a worker process died (out of memory?); use fewer --workers, then run again: "
                 "what was tokenized is kept"
             ) from None

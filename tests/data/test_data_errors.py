@@ -17,7 +17,7 @@ import pytest
 import zstandard
 
 from scaling.corpus import Document, pieces, prepare
-from scaling.errors import DataError, UsageError
+from scaling.errors import DataError, DataUnavailable, UsageError
 from scaling.tokens import TokenStore
 
 Make = Callable[..., list[Document]]
@@ -208,6 +208,63 @@ def test_two_at_once_are_refused(tmp_path: Path, make_documents: Make) -> None:
         fcntl.flock(lock, fcntl.LOCK_EX)
         with pytest.raises(DataError, match="another process is preparing this store"):
             prepare(make_documents(5, "a"), tmp_path / "s")
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_refusal_leaves_nothing_behind(tmp_path: Path, workers: int) -> None:
+    """Once repaired the file is another input, so that what was tokenized could not be used."""
+    for name in ("a", "b"):
+        lines = [f'{{"text": "number {name} {number}"}}\n' for number in range(40)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(lines))
+    (tmp_path / "b.jsonl").write_text("".join([*lines[:6], "{broken\n", *lines[6:]]))
+    sources, options = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"], {"held_out_fraction": 0.2, "workers": workers}
+    before = sorted(tmp_path.iterdir())
+    for vocab_size in (None, 300):  # refused where it is tokenized, or where a tokenizer is trained on it
+        with pytest.raises(DataError, match=r"b.jsonl: line 7 is not JSON .*repair or remove it"):
+            prepare(sources, tmp_path / "s", vocab_size=vocab_size, **options)  # type: ignore[arg-type]
+        assert sorted(tmp_path.iterdir()) == before
+    with pytest.raises(DataError, match="the corpus is too small"):
+        prepare(sources[:1], tmp_path / "s", held_out_fraction=1e-9)
+    assert sorted(tmp_path.iterdir()) == before
+    (tmp_path / "b.jsonl").write_text("".join(lines))
+    assert prepare(sources, tmp_path / "s", **options).meta.num_documents == 80  # type: ignore[arg-type]
+
+
+def test_what_was_tokenized_stays_where_the_same_call_may_succeed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file that cannot be read for now."""
+    for name in ("a", "b"):
+        lines = [f'{{"text": "number {name} {number}"}}\n' for number in range(40)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(lines))
+    sources = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
+    read = pieces._read
+
+    def failing(path: Path, start: int, length: int | None) -> bytes:
+        if path.name == "b.jsonl":
+            raise DataUnavailable(f"{path}: cannot be read ({os.strerror(errno.EIO)})")
+        return read(path, start, length)
+
+    monkeypatch.setattr(pieces, "_read", failing)
+    with pytest.raises(DataUnavailable, match=r"b.jsonl: cannot be read \(Input/output error\)"):
+        prepare(sources, tmp_path / "s", held_out_fraction=0.2)
+    monkeypatch.undo()
+    assert len(list((tmp_path / "s.partial" / "shards").glob("*.json"))) == 1
+    assert prepare(sources, tmp_path / "s", held_out_fraction=0.2).meta.num_documents == 80
+    assert not (tmp_path / "s.partial").exists()
+
+
+def test_a_parquet_file_that_cannot_be_read_is_not_called_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pq.write_table(pa.table({"text": ["a", "b"]}), tmp_path / "a.parquet")
+
+    def failing(path: Path) -> None:
+        raise OSError(errno.EIO, "Error reading bytes from file. Detail: [errno 5] Input/output error")
+
+    monkeypatch.setattr(pq, "ParquetFile", failing)
+    with pytest.raises(DataUnavailable, match=r"a.parquet: cannot be read \(Input/output error\)"):
+        prepare([tmp_path / "a.parquet"], tmp_path / "s")
 
 
 @pytest.fixture

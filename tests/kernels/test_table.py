@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import dataclasses
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -79,6 +80,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return plan
 
 
+BASELINE = ("baseline", "compiled")
 TRAIN = ("bench", "train", "--shape", "d512", "--vocabulary", "32768", "--method", "mhar")
 
 
@@ -210,6 +212,74 @@ def test_wrong_use_is_refused_without_a_gpu(
     status, out, err = scaling("bench", *words, "--table", str(tmp_path / "mine.csv"))
     assert (status, out, len(err.splitlines())) == (2, "", 1) and text in err
     assert not (tmp_path / "mine.csv").exists()
+
+
+@pytest.fixture
+def with_fla(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two methods have another project's kernels, whatever is installed here."""
+    for name in METHODS:
+        runs = {run: function for run, function in METHODS[name].runs.items() if run not in ("fla", "liger")}
+        extra = {"fla": runs["eager"]} if name in ("attnres", "block-attnres") else {}
+        monkeypatch.setitem(METHODS, name, dataclasses.replace(METHODS[name], runs={**runs, **extra}))
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (
+            ("--implementation", "fla", "--method", "msar", "--method", "hc"),
+            "bench: no implementation fla of msar, hc (there is one of attnres, block-attnres); give another --method",
+        ),
+        (
+            ("--implementation", "fla", "--method", "baseline"),
+            "no implementation fla of baseline (there is one of attn",
+        ),
+        (
+            ("--implementation", "liger"),
+            "bench: liger is not installed here (pip install liger-kernel); give another --method or --implementation",
+        ),
+        (
+            ("--implementation", "liger", "--implementation", "fla", "--method", "mhar"),
+            "bench: liger is not installed here (pip install liger-kernel); no implementation fla of mhar (there is",
+        ),
+    ],
+)
+def test_methods_without_the_implementation_are_refused(
+    words: tuple[str, ...], text: str, with_fla: None, scaling: Scaling, measured: list[Any], tmp_path: Path
+) -> None:
+    """Where nothing that was asked for can be timed, nothing is; rows of the baseline alone would say nothing."""
+    measured.append(lambda: pytest.fail("timed"))
+    status, out, err = scaling("bench", "train", *words, "--table", str(tmp_path / "mine.csv"))
+    assert (status, out, len(err.splitlines())) == (2, "", 1) and text in err
+    assert not (tmp_path / "mine.csv").exists()
+
+
+def test_what_cannot_be_timed_is_said_and_the_rest_timed(
+    with_fla: None, scaling: Scaling, measured: list[Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    def left_out(*words: str) -> tuple[list[str], set[tuple[str, str]]]:
+        caplog.clear()
+        status, out, _ = scaling("bench", "train", "--shape", "d512", "--vocabulary", "32768", "--json", *words)
+        assert status == 0
+        timed = {(row["method"], row["implementation"]) for row in json.loads(out)["rows"]}
+        return [record.getMessage() for record in caplog.records if record.levelname == "WARNING"], timed - {BASELINE}
+
+    fla = ("--implementation", "fla")
+    lines, timed = left_out(*fla, "--method", "msar", "--method", "attnres")
+    assert lines == ["bench: left out: no implementation fla of msar (there is one of attnres, block-attnres)"]
+    assert timed == {("attnres", "fla")}
+    lines, timed = left_out(*fla)
+    assert lines == [
+        "bench: left out: no implementation fla of mhar, block, delta, msar, hc, mhc (there is one of attnres, "
+        "block-attnres)"
+    ]
+    assert timed == {("attnres", "fla"), ("block-attnres", "fla")}
+    lines, timed = left_out(*fla, "--implementation", "liger", "--implementation", "kernels", "--method", "attnres")
+    assert lines == ["bench: left out: liger is not installed here (pip install liger-kernel)"]
+    assert timed == {("attnres", "fla"), ("attnres", "kernels")}
+    assert left_out("--method", "baseline") == ([], set())
+    assert left_out("--method", "baseline", "--implementation", "eager") == ([], {("baseline", "eager")})
+    assert left_out()[0] == []
 
 
 def test_tables_of_many_calls_become_one(tmp_path: Path) -> None:

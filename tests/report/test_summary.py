@@ -41,6 +41,20 @@ def test_the_noise_of_single_runs_is_no_verdict_on_means(planted: ModuleType) ->
     assert "Two single runs less than about 0.0" in noise and "pairs of one seed, tell smaller differences" in noise
 
 
+def test_equal_losses_are_told_as_such(planted: ModuleType) -> None:
+    """Seeds that change nothing are not "no method was run twice", nor a noise of 0."""
+    runs = planted.table(sizes=4, seeds=3)
+    same = runs.groupby(["method", "size"])["val_loss"].transform("first")
+    runs = runs.assign(val_loss=same, val_loss_tail=same)
+    found = inquire(runs, planted.histories(runs))
+    assert not [noise for noise in found.noises if noise.kind in ("seed_sd", "tail_mean_sd")]
+    summary = summarize(found)
+    line = next(line for line in summary.not_shown if "The noise between seeds is unknown" in line)
+    assert "all runs of a configuration have equal losses" in line and "check the runs' seeds" in line
+    assert not any("the seed alone" in line for line in summary.shown)
+    assert sections(found, [], {})
+
+
 def test_luck_is_taken_off_where_many_methods_stand_at_one_size(planted: ModuleType) -> None:
     methods = ("baseline", *(f"m{i:02d}" for i in range(30)))
     runs = planted.table(sizes=1, methods=methods, seeds=6, sigma=0.004)

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from scaling.errors import ConfigError, GridError
+from scaling.sweeps import preview as preview_module
 from scaling.sweeps.preview import preview
 from scaling.sweeps.site import Site, load_site
 from scaling.sweeps.slurm import Slurm
-from tests.sweeps.submitting import over
+from tests.sweeps.submitting import over, submitter
 
 
 def test_preview_shows_script_cuts_and_limits(make: Any, fake: Any) -> None:
@@ -32,6 +33,19 @@ def test_preview_shows_script_cuts_and_limits(make: Any, fake: Any) -> None:
     fake.down = True
     away = preview(planned, site=Site(), slurm=fake.slurm)
     assert "Slurm: cannot be asked now" in away.notes[-1] and not away.refused
+
+
+def test_a_plan_asks_scontrol_each_question_once(make: Any, fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where runs were submitted before, whose states are asked for, and jobs may go to several partitions."""
+    fake.limit = 100
+    submitter(make(grid={"seed": [0]}), fake).submit()
+    fake.asked.clear()
+    monkeypatch.setattr(preview_module, "Slurm", lambda: fake.slurm)  # as the command calls it, without one of its own
+    seen = preview(make(grid={"seed": [0, 1, 2]}), site=Site(partition="main,short"))
+    assert any(command[0] == "sacct" for command in fake.asked)
+    assert not seen.refused and "at most 100 jobs of yours" in " ".join(seen.notes)
+    asked = [command for command in fake.asked if command[0] == "scontrol"]
+    assert sorted(asked) == [("scontrol", "-o", "show", "partition"), ("scontrol", "show", "config")]
 
 
 def test_preview_asks_slurm_about_every_kind_of_job_that_is_due(make: Any, fake: Any) -> None:

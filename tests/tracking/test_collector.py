@@ -20,6 +20,7 @@ from scaling.analysis.collector import Collector
 from scaling.analysis.database import Database
 from scaling.analysis.ingest import read_runs
 from scaling.analysis.raw import Points
+from scaling.errors import StoreError
 
 OTHER_PROCESS = """
 import sqlite3, sys, time
@@ -70,14 +71,51 @@ class _Source:
         for i in range(self._batches):
             self.held.append(pa.total_allocated_bytes() - before)
             columns: list[Any] = [
-                pa.array([f"{i:032x}"] * self._rows),
-                pa.array(["train/loss"] * self._rows),
+                pa.array([f"{i:032x}{module.NUMBER}train/loss"] * self._rows),
                 pa.array(numbers.tolist()),
                 pa.array(numbers.tolist()),
                 pa.array(numbers.astype(float).tolist()),
-                pa.array([0] * self._rows),
             ]
-            yield pa.record_batch(columns, names=["run_uuid", "key", "step", "timestamp", "value", "is_nan"])
+            yield pa.record_batch(columns, names=["name", "step", "timestamp", "value"])
+
+
+def test_run_metric_and_nan_come_as_one_cell() -> None:
+    """Cells are what reading costs; the marks are told apart whatever the metric's name holds."""
+    names = [f"0a{module.NUMBER}loss", f"0a{module.NAN}loss", f"0b{module.NAN}x{module.NUMBER}y"]
+
+    class Source:
+        def batches(self, query: str) -> Iterator[pa.RecordBatch]:
+            assert query.split(" FROM ")[0].count(",") == 3
+            columns: list[Any] = [pa.array(names), pa.array([1, 2, 3]), pa.array([4, 5, 6]), pa.array([0.5, 0.0, 0.0])]
+            yield pa.record_batch(columns, names=["name", "step", "timestamp", "value"])
+
+    collector = Collector(1)
+    collector.read(Source(), [module.SELECT])  # type: ignore[arg-type]
+    points = collector.points()
+    assert points.runs == ["0a", "0b"] and points.metrics == ["loss", f"x{module.NUMBER}y"]
+    assert points.run.tolist() == [0, 0, 1] and points.metric.tolist() == [0, 0, 1]
+    assert points.value[0] == 0.5 and np.isnan(points.value[1:]).all()
+
+
+def test_rows_of_folders_and_of_databases_are_put_together_alike() -> None:
+    collector = Collector()
+    collector.extend("b", ["loss", "lr"], [1, 1], [10, 10], [0.5, 0.1])
+    collector.extend("a", ["lr", "loss"], [2, 3], [20, 30], [0.2, float("nan")])
+    points = collector.points()
+    assert points.runs == ["b", "a"] and points.metrics == ["loss", "lr"]
+    assert points.run.tolist() == [0, 0, 1, 1] and points.metric.tolist() == [0, 1, 1, 0]
+    assert points.step.tolist() == [1, 1, 2, 3] and points.time_ms.tolist() == [10, 10, 20, 30]
+    assert points.value[:3].tolist() == [0.5, 0.1, 0.2] and np.isnan(points.value[3])
+    assert points.run.dtype == points.metric.dtype == np.int32 and points.step.dtype == np.int64
+    assert len(Collector().points().run) == 0
+
+
+def test_a_run_id_that_holds_a_mark_is_refused(both: tuple[Path, str], sql: sqlite3.Connection) -> None:
+    sql.execute("PRAGMA foreign_keys = OFF")
+    sql.execute("UPDATE runs SET run_uuid = ? WHERE rowid = (SELECT max(rowid) FROM runs)", (f"a{module.NAN}b",))
+    sql.commit()
+    with pytest.raises(StoreError, match=r"run id 'a\\x1eb' holds a control character; remove that run"):
+        read_runs(both[1], histories=True, keep=["all"])
 
 
 def test_no_batch_outlives_the_next() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -18,13 +19,16 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
+from scaling import peers, shards
+from scaling.checkpoint import Checkpoints
 from scaling.config.training import RunSettings
 from scaling.config.tree import RunConfig, to_dict
 from scaling.distributed import World, join
-from scaling.errors import ConfigError
+from scaling.errors import ConfigError, ProcessLost
 from scaling.identity import run_key
 from scaling.record import RunFolder
 from scaling.resolve import resolve
+from scaling.stop import STOP
 from scaling.train import train
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -172,6 +176,103 @@ def test_a_signal_to_one_process_stops_all_of_them(
     end = finish(processes, status=1)
     assert end["status"] == "cancelled" and "a signal to another process" in end["reason"]
     assert (folder.path / "checkpoints" / f"step-{end['step']:08d}" / "complete.json").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("killed", "parallel"), [(0, "ddp"), (1, "fsdp2")])
+def test_a_killed_process_ends_the_others_with_one_line(
+    killed: int, parallel: str, store: Path, make_config: Callable[..., RunConfig], tmp_path: Path
+) -> None:
+    """The line says what happened and where the run goes on; the first process, where it lives, records the failure."""
+    settings = {"parallel": parallel, "log_every_steps": 5, "checkpoint_every_steps": 10}
+    config = make_config(store, schedule={"steps": 100_000}, run=settings)
+    processes = launch(config, tmp_path / "out", tmp_path)
+    folder = RunFolder(tmp_path / "out" / run_key(resolve(config)))
+    deadline = time.monotonic() + 120
+    while not list((folder.path / "checkpoints").glob("step-*")):
+        assert time.monotonic() < deadline, "it never saved a checkpoint"
+        time.sleep(0.05)
+    processes[killed].kill()
+    left = 1 - killed
+    out, errors = processes[left].communicate(timeout=60)
+    assert processes[left].returncode == 1 and not out
+    shown = [line for line in errors.splitlines() if not line.startswith(("step ", "INFO ", "d16-"))]
+    assert len(shown) == 1, errors
+    steps = [int(path.name.removeprefix("step-")) for path in (folder.path / "checkpoints").glob("step-*")]
+    line = (
+        rf"rank {left} of 2 ends: another process of the run was lost \(.*(reset|closed) by peer\); see the other "
+        rf"ranks' logs for the reason, then run again: it goes on from its last checkpoint, of step {max(steps)}"
+    )
+    assert re.fullmatch(f"error: {line}", shown[0])
+    processes[killed].communicate()
+    end = folder.end()
+    if left == 0:
+        assert end is not None and end.status == "failed" and re.fullmatch(f"ProcessLost: {line}", end.reason)
+    else:
+        assert end is None, "who has no lease writes no record"
+    assert RunFolder(folder.path).attempts()[-1].attempt == 1
+    STOP.signal = signal.SIGTERM  # the next start leaves at once, and has taken the run up by then
+    try:
+        assert train(with_parallel(config, "none"), out=tmp_path / "out").step == max(steps)
+    finally:
+        STOP.signal = None
+
+
+def test_a_lost_process_is_told_from_other_errors(tmp_path: Path) -> None:
+    """By the libraries' words; a run on one process has no other to lose."""
+    reset = RuntimeError("[gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:1: Connection reset by peer. GLHF!")
+    own = (RuntimeError("shape mismatch"), ValueError("Broken pipe"), BrokenPipeError("Broken pipe"))
+    with pytest.raises(ProcessLost, match=r"rank 1 of 2 ends: .*\(Connection reset by peer\);.*its last checkpoint$"):
+        with peers.explained(1, 2):
+            raise reset
+    with pytest.raises(ProcessLost, match=r"it starts over, since no checkpoint was saved yet"):
+        with peers.explained(0, 2, tmp_path):
+            raise torch.distributed.DistBackendError(
+                "NCCL error: remote process exited, ncclRemoteError: a call failed"
+            )
+    for size, error in ((1, reset), *((2, error) for error in own)):
+        with pytest.raises(type(error)) as caught, peers.explained(0, size):
+            raise error
+        assert caught.value is error
+
+
+def test_processes_that_do_not_meet_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A port that something else listens on."""
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        place = {
+            "RANK": "0",
+            "WORLD_SIZE": "2",
+            "LOCAL_RANK": "0",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+        }
+        for name, value in place.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+        with pytest.raises(
+            ProcessLost, match=rf"rank 0 of 2 ends: the run's processes did not meet at 127.0.0.1:{port} \(EADDRINUSE\)"
+        ):
+            join(RunSettings(device="cpu", parallel="ddp"))
+
+
+def test_a_process_lost_while_a_checkpoint_is_written_ends_the_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """What the saving thread meets is raised where the run waits for it, not logged as if training went on."""
+
+    def gone(*_: object, **__: object) -> None:
+        raise RuntimeError("[gloo/transport/tcp/pair.cc:1] Connection closed by peer [127.0.0.1]:1")
+
+    monkeypatch.setattr(torch.distributed, "new_group", lambda backend: object())
+    monkeypatch.setattr(torch.distributed, "all_gather_object", gone)
+    monkeypatch.setattr(shards, "write", lambda folder, staged, group: None)
+    checkpoints = Checkpoints(tmp_path, World(size=2), keep=1)
+    checkpoints.save(1, {}, {})
+    with pytest.raises(RuntimeError, match="closed by peer"):
+        checkpoints.finish()
 
 
 def test_initial_weights_depend_on_seed_and_name_only(store: Path, make_config: Callable[..., RunConfig]) -> None:

@@ -1,0 +1,102 @@
+"""What a run that is trained to its end leaves: its weights, whatever the disk does.
+
+Between ``loop``, ``checkpoint`` and ``train``, which writes the end record after it. Where training took a while since
+the last checkpoint, the state at the end is saved first; where the weights then do not fit on the disk, checkpoints
+that nobody needs any more make room; where that is not enough, the next start finds the state and trains nothing again.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Final
+
+from torch import Tensor
+
+from scaling.checkpoint import Checkpoints
+from scaling.distributed import World, as_sharded
+from scaling.errors import CheckpointError, RecordError
+from scaling.loop import Loop
+
+logger = logging.getLogger(__name__)
+
+WORTH_SAVING_S: Final = 60.0  # training that is not done again for want of a checkpoint, which costs seconds
+
+
+def leave_weights(
+    loop: Loop, checkpoints: Checkpoints, world: World, *, save_weights: bool, guard: Callable[[], None]
+) -> None:
+    """Write ``final/`` of a finished run; all processes of the run call it together.
+
+    Parameters
+    ----------
+    guard
+        Called before anything is written; raises where another process has taken the run over.
+
+    Raises
+    ------
+    CheckpointError
+        If the weights cannot be written; says where the run goes on.
+    """
+    saved = loop.save_end(checkpoints, after_s=WORTH_SAVING_S)
+    if not save_weights:
+        return
+    weights = {"model": _whole(loop.transformer.state_dict())}
+    if loop.optimizer.ema:
+        with loop.averaged():
+            weights["ema"] = _whole(loop.transformer.state_dict())
+
+    def write() -> None:
+        guard()
+        checkpoints.write_final(weights)
+
+    problem = _attempted(write, checkpoints, world)
+    if problem is not None:
+        raise CheckpointError(f"{problem}; free space and run again: {_goes_on(loop, checkpoints, saved)}")
+
+
+def leave_record(write: Callable[[], None], loop: Loop, checkpoints: Checkpoints, world: World) -> None:
+    """Write the end record of a finished run, by ``write`` on the first process; all of the run call it together.
+
+    Raises
+    ------
+    RecordError
+        If it cannot be written; says where the run goes on.
+    """
+    problem = _attempted(write, checkpoints, world)
+    if problem is not None:
+        raise RecordError(f"{problem}; run again: {_goes_on(loop, checkpoints, False)}")
+
+
+def _attempted(write: Callable[[], None], checkpoints: Checkpoints, world: World) -> str | None:
+    """Why something could not be written on the first process, room made and tried again; the same on all."""
+    problem = _problem(write) if world.is_first else None
+    if problem is not None and checkpoints.make_room():
+        logger.warning("%s; older checkpoints were removed to make room", problem.partition(";")[0])
+        problem = _problem(write)
+    shared: str | None = world.share(problem)
+    return shared
+
+
+def _problem(write: Callable[[], None]) -> str | None:
+    try:
+        write()
+    except (CheckpointError, RecordError) as error:
+        return str(error)
+    return None
+
+
+def _goes_on(loop: Loop, checkpoints: Checkpoints, saved: bool) -> str:
+    if saved or loop.save_end(checkpoints):
+        return "the state at the end is saved, nothing is trained again"
+    return "it goes on from its last checkpoint"
+
+
+def _whole(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Whole tensors on the host; every process takes part in putting shards together."""
+    whole = {}
+    for name, tensor in tensors.items():
+        sharded = as_sharded(tensor)
+        full = tensor if sharded is None else sharded.full_tensor()
+        whole[name] = full.detach().to("cpu", copy=True).contiguous()
+    return whole
