@@ -1,4 +1,4 @@
-"""Backward kernel of depth routing: a source's gradient is gathered by its owner, nothing is scattered or added atomically.
+"""Backward kernel of depth routing: a source gathers its own gradient, nothing is scattered or added atomically.
 
 Backward reaches the producer of source i only after all sites that read it, so all their output gradients ``G_s``
 (:mod:`scaling.kernels.receive`) are known when ``dv_i`` is needed (reference.route_gradients has the sums):

@@ -1,10 +1,10 @@
 """First backward kernel of a site of depth routing: the gradient that arrives becomes ``G`` in its bank row.
 
 :func:`receive` takes the sublayer's norm off the gradient, where the site has one, and leaves ``delta = <G, o>`` for
-:mod:`scaling.kernels.gather` and :mod:`scaling.kernels.gather_group`. A program walks a span of tokens, each warp with a
-token of its own, so that sums over the width need no barrier and only the gain's gradient crosses warps, once, at the end.
+:mod:`scaling.kernels.gather` and :mod:`scaling.kernels.gather_group`. A program of one warp, or two, walks a span of
+tokens and sums the gain's gradient over them: with few warps the sums over the width need no barrier.
 
-Shape legend: T tokens, D width, H heads, C = D / H, P programs. A tile is (tokens, heads, columns of a head); a row is
+Shape legend: T tokens, D width, H heads, C = D / H, P programs. A tile is (heads, columns of a head); a row is
 ``PARTS`` of them for each group of heads.
 """
 

@@ -53,9 +53,9 @@ def kernels(
 ) -> None:
     """Time the kernels against the bytes they must move and the copy rate of this run.
 
-    ms are the 20, 50 and 80% quantiles in milliseconds, replayed as a CUDA graph, so that the host does not count; bytes
-    count every tensor once; ceiling_share is the share that the kernel reaches of the rate of a large copy, timed in
-    the same run.
+    ms are the 20, 50 and 80% quantiles in milliseconds, replayed as a CUDA graph, so that the host does not count;
+    bytes count every tensor once; ceiling_share is the share that the kernel reaches of the rate of a large copy,
+    timed in the same run.
     """
     from scaling.kernels.table import KERNELS, Table
 

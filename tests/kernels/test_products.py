@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+from typing import Any
 
 import pytest
 import torch
@@ -81,7 +82,7 @@ def test_no_gradient_is_written_twice(device: torch.device) -> None:
     """The compiler's code hands the same buffers to the sum of input gradients and to the weights' products."""
     if device.type == "cpu" and shutil.which("g++") is None:
         pytest.skip("torch.compile needs g++ on a CPU")
-    kind = {"device": device, "dtype": torch.bfloat16, "requires_grad": True}
+    kind: dict[str, Any] = {"device": device, "dtype": torch.bfloat16, "requires_grad": True}
     weights = [torch.randn(size, **kind) for size in ((160, 64), (160, 64), (64, 160))]
     compiled = torch.compile(lambda x, *weights: feed_forward(products, x, *weights), fullgraph=True)
 

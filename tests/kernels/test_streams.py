@@ -174,8 +174,8 @@ def test_running_sums(
 ) -> None:
     """A site that adds to its running sum first gives, and gets, what an addition before it does; so do its readers."""
     updates, weights, gradients = draw(
-        tokens=tokens, batch=1, width=width, sites=sites, streams=2, kernels=(3,), block=block, scope="source", gated=True,
-        device=device,
+        tokens=tokens, batch=1, width=width, sites=sites, streams=2, kernels=(3,), block=block, scope="source",
+        gated=True, device=device,
     )  # fmt: skip
     updates, gradients = [v.to(dtype) for v in updates], [g.to(dtype) for g in gradients]
 
