@@ -183,6 +183,7 @@ def _step_rows(shape: Shape, vocabulary: int, method: str, implementation: str, 
     # PyTorch's versions take lists of sources, so that every number of sources is a graph of its own
     torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 1024
     gc.collect()  # what an earlier method left in cycles would count to this one's peak
+    torch._C._cuda_clearCublasWorkspaces()  # and so would these, one for each stream that a step was captured on
     torch.cuda.empty_cache()
     torch.manual_seed(0)
     try:

@@ -26,6 +26,7 @@ from tests.gpu import measure_kernels
 
 VERSIONS = {"gpu": "a GPU", "torch": "2", "triton": "3", "cuda": "13"}
 RESULTS = ROOT / "kernels" / "results.csv"
+KERNEL_RESULTS = ROOT / "kernels" / "kernels.csv"
 Scaling = Callable[..., tuple[int, str, str]]
 
 
@@ -94,6 +95,25 @@ def test_every_row_of_the_committed_table_can_be_checked() -> None:
         assert float(row["ratio"]) == pytest.approx(float(row["baseline_ms"]) / float(row["ms_50"]), abs=1e-3)
         peaks = int(row["peak_bytes"]) / int(row["baseline_peak_bytes"])
         assert float(row["peak_ratio"]) == pytest.approx(peaks, abs=1e-3)
+
+
+def test_the_committed_kernels_are_all_and_share_a_copy_rate_by_shape() -> None:
+    rows = read(KERNEL_RESULTS)
+    assert tuple(rows[0]) == KERNELS.columns
+    assert len({tuple(row[name] for name in KERNELS.key) for row in rows}) == len(rows)
+    for shape in (shape.name for shape in SHAPES):
+        here = [row for row in rows if row["shape"] == shape]
+        assert {row["operation"].split()[0] for row in here} == set(OPERATIONS)
+        # the rate that every share is of; where the time has three digits and the share two
+        rates = [
+            int(row["bytes"]) / float(row["ms_50"]) / float(row["ceiling_share"])
+            for row in here
+            if float(row["ceiling_share"]) >= 0.2 and float(row["ms_50"]) >= 0.02
+        ]
+        assert len(rates) > 20 and max(rates) == pytest.approx(min(rates), rel=0.01)
+        assert 4.0e9 < min(rates) < 4.8e9  # bytes a millisecond that an H200's memory (4.8 TB/s) copies
+    for row in rows:
+        assert float(row["ms_20"]) <= float(row["ms_50"]) <= float(row["ms_80"])
 
 
 def test_help_names_what_there_is() -> None:
