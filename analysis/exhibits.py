@@ -116,6 +116,11 @@ def steps(found: Findings) -> Picture | None:
     shown = shown[(shown["launch"] == launch) & (shown["pass"] == whole)]
     if shown.empty:
         return None
+    if "implementation" in shown:  # one bar a method: this project's kernels where they were timed
+        own = (shown["implementation"] == "kernels") | (shown["method"] == "baseline")
+        others = ~own & ~shown["method"].isin(shown.loc[own, "method"])
+        named = shown["method"].astype(str) + " (" + shown["implementation"].astype(str) + ")"
+        shown = shown.assign(method=shown["method"].where(~others, named))[own | others]
     labels = shown["shape"].astype(str) + " " + shown["vocabulary"].map(lambda v: f"{float(v) / 1000:.0f}k")
     data = shown.assign(size=labels, ratio=shown["ratio"].astype(float))
     if "peak_bytes" in data:
@@ -128,7 +133,7 @@ def steps(found: Findings) -> Picture | None:
         title="Training steps against the baseline",
         caption=f"Whole steps ({whole}), {launched}, by shape and vocabulary. Dashed: the compiled pre-norm "
         f"baseline of the "
-        "same run.",
+        "same call; methods by this project's kernels, unless another implementation is named.",
         alt=f"Throughput of {data['method'].nunique()} methods at {len(sizes)} shapes, as shares of the baseline's.",
         draw=lambda width: costs.costs(data, sizes=sizes, ceilings={"ratio": 1.0}, width_in=width),
         data=data,

@@ -102,6 +102,9 @@ def test_timings_come_from_what_the_benchmarks_print(found: Findings, tmp_path: 
     assert base["ratio"].tolist() == [1.0] * len(base)
     bars = catalog.picture(found, "steps")
     assert set(bars.data["launch"]) == {"graph"} and "Dashed: the compiled pre-norm baseline" in bars.caption
+    drawn = bars.data.set_index(["shape", "vocabulary", "method"])
+    assert drawn.index.is_unique and set(drawn["implementation"]) == {"compiled", "kernels"}
+    assert set(drawn.loc[drawn["implementation"] == "compiled"].index.get_level_values("method")) == {"baseline"}
     with style.context():
         for name in ("steps", "kernels"):
             for width in (style.WIDE_IN, style.NARROW_IN):
