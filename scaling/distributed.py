@@ -26,6 +26,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from scaling import peers
 from scaling.config.training import RunSettings
 from scaling.errors import ConfigError
+from scaling.stop import STOP
 
 if TYPE_CHECKING:  # sharded tensors take seconds to import, and most runs have none
     from torch.distributed.tensor import DTensor
@@ -141,7 +142,7 @@ def join(settings: RunSettings) -> World:
         dist.init_process_group(backend, store=alone, rank=0, world_size=1, device_id=bound)
     else:
         address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-        with peers.meeting(rank, size, address):
+        with STOP.at_once(), peers.meeting(rank, size, address):
             dist.init_process_group(backend, rank=rank, world_size=size, device_id=bound)
     return World(rank=rank, size=size, local_rank=local_rank, device=device, joined=True)
 

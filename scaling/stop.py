@@ -63,6 +63,17 @@ class StopRequest:
         finally:
             self._depth -= 1
 
+    @contextlib.contextmanager
+    def at_once(self) -> Iterator[None]:
+        """Within, a signal ends the process: for waits outside of Python, which would never see the request."""
+        for number in self._previous:
+            signal.signal(number, signal.SIG_DFL)
+        try:
+            yield
+        finally:
+            for number in self._previous:
+                signal.signal(number, self._handle)
+
     def _handle(self, number: int, frame: FrameType | None) -> None:
         again = self.signal == signal.SIGINT and number == signal.SIGINT
         self.signal = signal.Signals(number)

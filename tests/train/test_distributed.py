@@ -258,6 +258,44 @@ def test_processes_that_do_not_meet_are_told(monkeypatch: pytest.MonkeyPatch) ->
             join(RunSettings(device="cpu", parallel="ddp"))
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR2], ids=lambda number: number.name)
+def test_a_process_that_waits_for_the_others_can_be_stopped(number: signal.Signals) -> None:
+    """The wait is not Python's, which would note the request and never read it."""
+    port = free_port()
+    place = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    environment = {name: value for name, value in os.environ.items() if name != "TORCHELASTIC_USE_AGENT_STORE"}
+    alone = (
+        "from scaling.config.training import RunSettings\nfrom scaling.distributed import join\n"
+        "from scaling.stop import STOP\nSTOP.listen()\njoin(RunSettings(device='cpu', parallel='ddp'))"
+    )
+    process = subprocess.Popen([sys.executable, "-c", alone], cwd=ROOT, env={**environment, **place})
+    try:
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            with socket.socket() as probe:
+                if probe.connect_ex(("127.0.0.1", port)) == 0:
+                    break
+            time.sleep(0.05)
+        process.send_signal(number)
+        assert process.wait(20) == -number
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_signals_are_requests_again_after_a_meeting() -> None:
+    assert STOP.listen()
+    try:
+        with STOP.at_once():
+            assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+        signal.raise_signal(signal.SIGTERM)
+        assert STOP.requested
+    finally:
+        STOP.forget()
+    with STOP.at_once():  # where nobody listens, nothing changes
+        assert signal.getsignal(signal.SIGINT) == signal.default_int_handler
+
+
 def test_a_process_lost_while_a_checkpoint_is_written_ends_the_run(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
