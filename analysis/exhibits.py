@@ -125,6 +125,9 @@ def steps(found: Findings) -> Picture | None:
     data = shown.assign(size=labels, ratio=shown["ratio"].astype(float))
     if "peak_bytes" in data:
         data = data.assign(peak_gib=data["peak_bytes"].astype(float) / 2**30)
+    width = data["shape"].astype(str).str.extract(r"(\d+)", expand=False).fillna("0").astype(int)
+    order = data.assign(shape=width, vocabulary=data["vocabulary"].astype(float))
+    data = data.loc[order.sort_values(["shape", "vocabulary"], kind="stable").index]
     sizes = list(dict.fromkeys(data["size"]))
     launched = "replayed as one CUDA graph" if launch == "graph" else "launched one kernel at a time"
     return Picture(

@@ -102,6 +102,7 @@ def test_timings_come_from_what_the_benchmarks_print(found: Findings, tmp_path: 
     assert base["ratio"].tolist() == [1.0] * len(base)
     bars = catalog.picture(found, "steps")
     assert set(bars.data["launch"]) == {"graph"} and "Dashed: the compiled pre-norm baseline" in bars.caption
+    assert list(dict.fromkeys(bars.data["shape"])) == ["d512", "d1024", "d1280", "d2048"]
     drawn = bars.data.set_index(["shape", "vocabulary", "method"])
     assert drawn.index.is_unique and set(drawn["implementation"]) == {"compiled", "kernels"}
     assert set(drawn.loc[drawn["implementation"] == "compiled"].index.get_level_values("method")) == {"baseline"}
