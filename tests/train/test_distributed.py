@@ -284,6 +284,7 @@ def test_a_process_that_waits_for_the_others_can_be_stopped(number: signal.Signa
 
 
 def test_signals_are_requests_again_after_a_meeting() -> None:
+    before = signal.getsignal(signal.SIGINT)
     assert STOP.listen()
     try:
         with STOP.at_once():
@@ -293,7 +294,7 @@ def test_signals_are_requests_again_after_a_meeting() -> None:
     finally:
         STOP.forget()
     with STOP.at_once():  # where nobody listens, nothing changes
-        assert signal.getsignal(signal.SIGINT) == signal.default_int_handler
+        assert signal.getsignal(signal.SIGINT) == before
 
 
 def test_a_process_lost_while_a_checkpoint_is_written_ends_the_run(
