@@ -4,8 +4,9 @@ Self-contained, because ``kernels`` comes before ``models`` in the flow; sizes a
 :mod:`scaling.models`. The baseline is compiled as well as it can be: one compiled region a sublayer that holds the
 residual addition, the norm, the projections and SDPA, and a loss that never holds the logits of more than a chunk of
 tokens. (Queries, keys and values as one product, gate and up as one, measured slower: NOTES.md.) Every contender uses
-the same regions; :mod:`scaling.kernels.joining` has what is between them, and its fastest form of the maps' input
-gradients (:mod:`scaling.kernels.products`; for the baseline, too, both forms were measured).
+the same regions; :mod:`scaling.kernels.joining` has what is between them. Input gradients of the maps of one input are
+added up inside the products (:mod:`scaling.kernels.products`) or by the compiler, each method as measured fastest for it:
+where a compiled norm can take the sum, feed-forwards inside, attention by the compiler.
 
 Shape legend: B batch, T time, D width, S sites, V vocabulary.
 """
@@ -73,6 +74,11 @@ def separate(x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
     return tuple(F.linear(x, weight) for weight in weights)
 
 
+def inner_of(function: Callable[..., Tensor]) -> Inner:
+    """The maps that measured best where a compiled norm's backward kernel can take the sum of input gradients."""
+    return separate if function is attention else products
+
+
 def attention(
     inner: Inner,
     x: Tensor,
@@ -135,12 +141,12 @@ def stream_region(
 ) -> tuple[Tensor, Tensor]:
     """Pre-norm: add the last update to the stream, norm, run."""
     stream = stream + update
-    return stream, function(separate, rms_norm(stream, gain), *weights)
+    return stream, function(inner_of(function), rms_norm(stream, gain), *weights)
 
 
 def normed_region(function: Callable[..., Tensor], x: Tensor, gain: Tensor, *weights: Any) -> Tensor:
     """Norm, run."""
-    return function(separate, rms_norm(x, gain), *weights)
+    return function(inner_of(function), rms_norm(x, gain), *weights)
 
 
 def plain_region(function: Callable[..., Tensor], x: Tensor, *weights: Any) -> Tensor:

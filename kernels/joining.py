@@ -24,10 +24,10 @@ from scaling.kernels.decoder import (
     Decoder,
     Inputs,
     Shape,
+    inner_of,
     normed_region,
     plain_region,
     rms_norm,
-    separate,
     stream_region,
 )
 from scaling.kernels.hyper import Rule
@@ -93,7 +93,8 @@ def delta_region(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Delta attention residuals: the stream goes on, the sublayer sees it with the gated mix added."""
     stream = stream + update
-    return stream, function(separate, rms_norm(stream + gate * routed, gain), *weights)
+    normed = rms_norm(stream + gate * routed, gain)
+    return stream, function(inner_of(function), normed, *weights)
 
 
 def _delta(model: Decoder, embedding: Tensor, inputs: Inputs, *, kernels: bool) -> Tensor:

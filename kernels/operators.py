@@ -100,6 +100,17 @@ def _begin_backward(ctx: Any, token_gradient: Tensor) -> tuple[Tensor, None]:
 _begin.register_autograd(_begin_backward, setup_context=_begin_setup)
 
 
+def _stays(bank: Tensor, factor: Tensor, query: Tensor, gain: Tensor | None, site: int, readers: int) -> bool:
+    """Whether a site's mix stays in the bank, in the row that its G will take: one that no source has.
+
+    Only backward needs the mix where its norm is what goes on. Without this those rows, a group of them, would be empty
+    while the loss is computed, which is when a step holds most.
+    """
+    rows, sites = factor.shape[0], query.shape[0] // readers
+    each = 1 < sites == rows  # blocks of 1; a bank of a single site may be either
+    return gain is not None and readers == 1 and each and site + bank.shape[0] - rows >= rows
+
+
 @torch.library.custom_op(
     "isoloss::bank_site",
     mutates_args=(),
@@ -119,6 +130,8 @@ def _site(
         token, source, bank, factor, lse, query, gain, site, readers, silent, with_lse, eps, norm_eps
     )
     _, output, normed, output_factor, site_lse = results
+    if _stays(bank, factor, query, gain, site, readers):
+        output = bank[plan.gradient_slot(site)]
     group = plan.forward_group(site)
     older = plan.rows_before(group.start)
     partial = partial_lse = None
@@ -174,7 +187,8 @@ def _site_fake(
     site: int, readers: int, silent: bool, with_lse: bool, eps: float, norm_eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     tokens, width = source.shape
-    shape = (0,) if silent else (tokens, width) if readers == 1 else (readers, tokens, width)
+    nothing = silent or _stays(bank, factor, query, gain, site, readers)
+    shape = (0,) if nothing else (tokens, width) if readers == 1 else (readers, tokens, width)
     return (
         torch.empty_like(token),
         source.new_empty(shape),
@@ -210,6 +224,8 @@ def _site_backward(
         ledger.delta_STH[site * readers : (site + 1) * readers] = 0.0
     else:
         incoming = incoming.contiguous()
+        if _stays(bank, factor, query, gain, site, readers):
+            output = bank[slot]  # receive reads a token's mix before it writes the token's G
         for reader in range(readers):
             gain_gradient = receive(
                 incoming_TD=incoming if readers == 1 else incoming[reader],
@@ -264,10 +280,10 @@ def _site_backward_formula(
     lse_gradient: Tensor | None,
 ) -> tuple[Tensor | None, ...]:
     saved = ctx.saved_tensors  # once: recomputation hands them out a single time
-    mixed, _, _, _, _, lse, _, gain = saved
+    mixed, _, _, bank, _, lse, _, gain = saved
     incoming = mixed_gradient if gain is None else normed_gradient
     if incoming is None:
-        incoming = torch.zeros_like(mixed)
+        incoming = torch.zeros_like(mixed) if gain is None else bank.new_zeros(bank.shape[1:])
     if token_gradient is None:  # of the last site
         token_gradient = lse.new_zeros(1)
     token, source, gain_gradient = torch.ops.isoloss.bank_site_backward(

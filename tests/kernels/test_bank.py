@@ -250,21 +250,25 @@ def test_schedule_invariance_and_determinism(device: torch.device) -> None:
 class Tiny(torch.nn.Module):
     """Three sublayers between four sites."""
 
-    def __init__(self, width: int, *, again: bool) -> None:
+    def __init__(self, width: int, *, again: bool, normed: bool) -> None:
         super().__init__()
         self.query = torch.nn.Parameter(torch.randn(4, width) * 0.5)
         self.maps = torch.nn.ParameterList(torch.randn(width, width) / width**0.5 for _ in range(3))
+        self.gains = torch.nn.ParameterList(torch.rand(width) for _ in range(4 if normed else 0))
         self.again = again
 
     def forward(self, x_TD: Tensor) -> Tensor:
         bank = SourceBank(self.query, x_TD, heads=2, eps=EPS, group=2)
 
+        def read(site: int, source: Tensor) -> Tensor:
+            return bank.normed_site(site, source, self.gains[site], EPS) if self.gains else bank.site(site, source)
+
         def part(site: int, source: Tensor) -> Tensor:
-            return torch.tanh(bank.site(site, source) @ self.maps[site])
+            return torch.tanh(read(site, source) @ self.maps[site])
 
         for site in range(3):
             x_TD = checkpoint(part, site, x_TD, use_reentrant=False) if self.again else part(site, x_TD)
-        return bank.site(3, x_TD)
+        return read(3, x_TD)
 
 
 def _gradients(model: Callable[[Tensor], Tensor], parameters: Iterable[Tensor], x: Tensor) -> list[Tensor]:
@@ -272,30 +276,56 @@ def _gradients(model: Callable[[Tensor], Tensor], parameters: Iterable[Tensor], 
     return [output.detach(), *torch.autograd.grad(output.square().sum(), [x, *parameters])]
 
 
-def _tiny(again: bool, device: torch.device) -> tuple[Tiny, Tensor]:
+def _tiny(again: bool, device: torch.device, normed: bool = False) -> tuple[Tiny, Tensor]:
     torch.manual_seed(0)
-    model = Tiny(32, again=again).to(device)
+    model = Tiny(32, again=again, normed=normed).to(device)
     return model, torch.randn(2, 32).to(device).requires_grad_()
 
 
-def test_activation_checkpointing_is_exact(device: torch.device) -> None:
+@pytest.mark.parametrize("normed", [False, True])
+def test_activation_checkpointing_is_exact(device: torch.device, normed: bool) -> None:
     """Recomputing every sublayer and its site gives the same bits."""
     runs = []
     for again in (False, True):
-        model, x = _tiny(again, device)
+        model, x = _tiny(again, device, normed)
         runs.append(_gradients(model, model.parameters(), x))
     expected, found = runs
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
 
 
-def test_compiles_without_graph_breaks(device: torch.device) -> None:
+@pytest.mark.parametrize("normed", [False, True])
+def test_compiles_without_graph_breaks(device: torch.device, normed: bool) -> None:
     """One graph forward, one backward, the same bits."""
-    model, x = _tiny(False, device)
+    model, x = _tiny(False, device, normed)
     expected = _gradients(model, model.parameters(), x)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     found = _gradients(compiled, model.parameters(), x)
     for a, b in zip(expected, found, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("block", [1, 2])
+def test_mixes_of_the_last_group_stay_in_the_bank(device: torch.device, block: int) -> None:
+    """A site whose norm alone goes on keeps its mix for backward, the last ones where their gradients will be."""
+    sites, width = 7, 16
+    query, gain = (torch.ones(sites, width, device=device, requires_grad=True) for _ in range(2))
+    sources = torch.randn(sites, 3, width, device=device).requires_grad_()
+    saved: list[Tensor] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        saved.append(tensor)
+        return tensor
+
+    bank = SourceBank(query, sources[0], heads=2, eps=EPS, group=3, block=block)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        for site in range(sites):
+            bank.normed_site(site, sources[site], gain[site], EPS)
+    within = {tensor.untyped_storage().data_ptr() for tensor in (sources, bank._bank)}
+    apart = {t.data_ptr() for t in saved if t.shape == (3, width)} - {
+        t.data_ptr() for t in saved if t.untyped_storage().data_ptr() in within
+    }
+    # groups of three and the first source alone make four rows beyond the sources
+    assert len(apart) == (sites - 4 if block == 1 else sites)
 
 
 def test_second_backward_raises(device: torch.device) -> None:
