@@ -28,7 +28,9 @@ from scaling.kernels.stream_turn import turn
 from scaling.kernels.streams import Phase, Streams, chunk
 
 Scope = Literal["source", "global", "site"]
-_GATHERED_ROWS = 8  # sources whose streams' gradients are in memory at a time
+# Sources whose streams' gradients are in memory at a time. With all eight of eight blocks this was the peak of a step
+# at d2048; in two calls the last block's costs 0.3 ms more (NOTES.md).
+_GATHERED_ROWS = 7
 _PROGRAMS = 1056  # of 64 columns; keys, whose tiles have 256, runs a quarter of them, as it was timed
 
 
