@@ -169,10 +169,21 @@ def test_a_short_run_saves_nothing(
     assert train(make_config(store), out=tmp_path).status == "done"
 
 
+@pytest.mark.parametrize(("every", "words", "resumed"), [
+    (5, r"it goes on from its last checkpoint, of step 10", 10),
+    (None, r"it starts over, since no checkpoint was saved yet \(run.checkpoint_every_minutes\)", 0),
+])  # fmt: skip
 def test_where_nothing_fits_the_line_says_where_it_goes_on(
-    store: Path, make_config: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    every: int | None,
+    words: str,
+    resumed: int,
+    store: Path,
+    make_config: Make,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    config = make_config(store, run={"checkpoint_every_steps": 5})
+    config = make_config(store, run={"checkpoint_every_steps": every})
     written = checkpoint._write_record
 
     def write_record(path: Path, record: dict[str, Any]) -> None:
@@ -182,10 +193,10 @@ def test_where_nothing_fits_the_line_says_where_it_goes_on(
 
     monkeypatch.setattr(checkpoint, "_write_record", write_record)
     full_disk(monkeypatch, times=99)
-    with pytest.raises(CheckpointError, match=r"free space and run again: it goes on from its last checkpoint$"):
+    with pytest.raises(CheckpointError, match=rf"free space and run again: {words}$"):
         train(config, out=tmp_path)
     assert "step-00000012: checkpoint not written (No space left on device)" in caplog.text
     assert "training goes on" not in caplog.text
     monkeypatch.undo()
     assert train(config, out=tmp_path).status == "done"
-    assert [attempt.resumed_from_step for attempt in folder_of(config, tmp_path).attempts()] == [0, 10]
+    assert [attempt.resumed_from_step for attempt in folder_of(config, tmp_path).attempts()] == [0, resumed]
