@@ -71,6 +71,16 @@ def leave_record(write: Callable[[], None], loop: Loop, checkpoints: Checkpoints
         raise RecordError(f"{problem}; run again: {goes_on(checkpoints.folder, steps=loop.steps)}")
 
 
+def leave_permanent(loop: Loop, checkpoints: Checkpoints, world: World) -> None:
+    """Save the permanent checkpoint that is due at the end once more, where it did not fit on the disk before.
+
+    Called when all that a finished run does not need is gone: no time has more room. All processes of the run call it
+    together; where it does not fit even now, the log says so.
+    """
+    if loop.permanent_due and not world.share(checkpoints.holds(loop.step)):
+        loop.save_end(checkpoints)
+
+
 def _attempted(write: Callable[[], None], checkpoints: Checkpoints, world: World) -> str | None:
     """Why something could not be written on the first process, room made and tried again; the same on all."""
     problem = _problem(write) if world.is_first else None
