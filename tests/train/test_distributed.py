@@ -29,6 +29,7 @@ from scaling.identity import run_key
 from scaling.record import RunFolder
 from scaling.resolve import resolve
 from scaling.stop import STOP
+from scaling.tracking.standing import standing
 from scaling.train import train
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -210,6 +211,7 @@ def test_a_killed_process_ends_the_others_with_one_line(
         assert end is not None and end.status == "failed" and re.fullmatch(f"ProcessLost: {line}", end.reason)
     else:
         assert end is None, "who has no lease writes no record"
+        assert standing(folder, folder.attempts(), None, None).status == "failed", "nobody asked it to leave"
     assert RunFolder(folder.path).attempts()[-1].attempt == 1
     STOP.signal = signal.SIGTERM  # the next start leaves at once, and has taken the run up by then
     try:
