@@ -135,8 +135,7 @@ def steps(found: Findings) -> Picture | None:
         section="costs",
         title="Training steps against the baseline",
         caption=f"Whole steps ({whole}), {launched}, by shape and vocabulary. Dashed: the compiled pre-norm "
-        f"baseline of the "
-        "same call; methods by this project's kernels, unless another implementation is named.",
+        "baseline of the same call; methods by this project's kernels, unless another implementation is named.",
         alt=f"Throughput of {data['method'].nunique()} methods at {len(sizes)} shapes, as shares of the baseline's.",
         draw=lambda width: costs.costs(data, sizes=sizes, ceilings={"ratio": 1.0}, width_in=width),
         data=data,
@@ -154,8 +153,7 @@ def kernels(found: Findings) -> Picture | None:
         section="costs",
         title="Routing kernels against the copy rate",
         caption="Bytes that each kernel must move over its median time, as a share of the copy rate measured in the "
-        "same run. "
-        "Beyond 100%, part of the data came from the cache.",
+        "same call of the benchmark. Beyond 100%, part of the data came from the cache.",
         alt="; ".join(
             f"{o} at {s}: {v:.0f}%" for o, s, v in zip(data["operation"], data["shape"], data["share"], strict=True)
         ),
