@@ -6,17 +6,21 @@ Between ``isoloss`` and the results of ``speedup`` and ``seeds``: extrapolation,
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from scaling.analysis.cells import Cell, constant_pairs
+from scaling.analysis.cells import Cell, constant_pairs, scale_labels
 from scaling.analysis.inversion import Inverse
 from scaling.analysis.isoloss import IDENTICAL, Arms, Bools, Floats, Noise
+from scaling.analysis.noise import CONFIGURATION
 from scaling.analysis.paired import TTest
 from scaling.analysis.power import detectable_paired
 from scaling.analysis.result import Caution, Result
 from scaling.analysis.screen import Screened
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 # Cost beyond the baseline's range from which an extrapolation is called far.
 FAR = 10.0
@@ -135,6 +139,53 @@ def seed_cautions(
         text = f"cells differ in spread (Levene p {p:.2g}): the pooled SD {sd:.3g} misstates single scales"
         out.append(Caution(code="unequal-variances", message=text))
     return out + mixed_budgets([cell for arm in arms for cell in arm])
+
+
+def repeated_seeds(frame: pd.DataFrame, methods: Sequence[str]) -> list[Caution]:
+    """Caution where a method was run more than once with one seed at one scale: repeats, or settings that are mixed.
+
+    Parameters
+    ----------
+    frame
+        Screened runs.
+    methods
+        The arms that are compared.
+    """
+    if "seed" not in frame.columns:
+        return []
+    runs = frame.assign(scale=scale_labels(frame))
+    runs = runs[runs["method"].isin(methods) & runs["seed"].notna()]
+    found = [part for _, part in runs.groupby(["method", "scale", "seed"], sort=False) if len(part) > 1]
+    if not found:
+        return []
+    method, scale, seed = found[0][["method", "scale", "seed"]].iloc[0]
+    settings = [c for c in CONFIGURATION if c in runs.columns and c not in ("method", "size", "N", "D")]
+    mixed = [c for c in settings if any(part[c].nunique(dropna=False) > 1 for part in found)]
+    what = f"but differ in {', '.join(mixed)}" if mixed else "and one configuration"
+    more = f" (and {len(found) - 1} more such)" if len(found) > 1 else ""
+    text = (
+        f"{len(found[0])} runs of {method} at {scale} share seed {str(seed).removesuffix('.0')} {what}{more}: each "
+        "counts in the means, none is paired; keep one of them with --where"
+    )
+    return [Caution(code="repeated-seeds", message=text)]
+
+
+def same_runs(arms: Sequence[tuple[Cell, Cell]]) -> list[Caution]:
+    """Caution where runs of one seed have the very same loss in both arms."""
+    places = []
+    for method, baseline in arms:
+        known = set(zip(baseline.seeds, baseline.losses.tolist(), strict=True))
+        same = [s for s, loss in zip(method.seeds, method.losses.tolist(), strict=True) if (s, loss) in known]
+        if same:
+            places.append(f"{method.scale} (seed {', '.join(same)})")
+    if not places:
+        return []
+    names = f"{arms[0][0].method} and {arms[0][1].method}"
+    text = (
+        f"{names} have equal losses at {', '.join(places)}: one configuration under two names, whose difference is 0 "
+        "whatever the method does, or rounded losses"
+    )
+    return [Caution(code="same-runs", message=text)]
 
 
 def _why_no_interval(

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import stats
 
-from scaling.analysis.cautions import CORRELATED, refuse, seed_cautions
+from scaling.analysis.cautions import CORRELATED, refuse, repeated_seeds, same_runs, seed_cautions
 from scaling.analysis.cells import (
     OPPOSED,
     Cell,
@@ -157,7 +157,13 @@ def _compare(
         "pooled_sd": {"sd": sd, "df": sd_df, "homogeneity_p": _homogeneity(both, equal), "identical": equal},
         "mixed_model": mixed_model(arms, pairs),
     }
-    cautions = [*screened.cautions, *seed_cautions(arms, pairs, baseline, method, joint, noise_sd or sd, details)]
+    names = [both[0].method, both[1].method]
+    doubtful = [*repeated_seeds(screened.frame, names), *same_runs(arms)]
+    cautions = [
+        *screened.cautions,
+        *doubtful,
+        *seed_cautions(arms, pairs, baseline, method, joint, noise_sd or sd, details),
+    ]
     entries = {
         "form": "difference of mean losses, method minus baseline, mean over scales",
         "variables": "loss, method, seed, scale",

@@ -62,6 +62,42 @@ def test_equal_losses_have_no_correlation_no_signs_and_no_test() -> None:
     assert np.isnan(compare_speedup(table(sd=0.0), baseline="baseline", draws=0)["new"].details["pairing"]["rho"])
 
 
+def message(result: Result, code: str) -> str:
+    (found,) = (w.message for w in result.warnings if w.code == code)
+    assert "\n" not in found
+    return found
+
+
+def test_a_seed_that_was_run_twice_is_told() -> None:
+    """As repeats, or as settings that are mixed; of another method it does not matter."""
+    runs = table(speedups={"new": 1.25, "other": 1.1}).assign(lr=1e-3)
+    twice = runs[(runs["method"] == "new") & runs["size"].isin(["s0", "s2"]) & (runs["seed"] == 1)]
+    repeats = pd.concat([runs, twice.assign(loss=twice["loss"] + 1e-3)])
+    found = compare_seeds(repeats, baseline="baseline")
+    end = ": each counts in the means, none is paired; keep one of them with --where"
+    assert message(found["new"], "repeated-seeds") == (
+        f"2 runs of new at s0 share seed 1 and one configuration (and 1 more such){end}"
+    )
+    assert "repeated-seeds" not in codes(found["other"])
+    mixed = pd.concat([runs, twice.assign(loss=twice["loss"] + 1e-3, lr=2e-3)])
+    text = message(compare_seeds(mixed, baseline="baseline")["new"], "repeated-seeds")
+    assert text == f"2 runs of new at s0 share seed 1 but differ in lr (and 1 more such){end}"
+    for whole in (runs, repeats.drop(columns="seed"), repeats.assign(seed=np.nan)):
+        assert "repeated-seeds" not in codes(compare_seeds(whole, baseline="baseline")["new"])
+
+
+def test_one_run_in_both_arms_is_told() -> None:
+    runs = table()
+    same = (runs["method"] == "new") & runs["size"].isin(["s1", "s3"]) & (runs["seed"] != 0)
+    base = runs[runs["method"] == "baseline"].set_index(["size", "seed"])["loss"]
+    runs.loc[same, "loss"] = [base[key] for key in zip(runs[same]["size"], runs[same]["seed"], strict=True)]
+    text = message(compare_seeds(runs, baseline="baseline")["new"], "same-runs")
+    assert text.startswith(
+        "new and baseline have equal losses at s1 (seed 1, 2), s3 (seed 1, 2): one configuration under two names"
+    )
+    assert "same-runs" not in codes(compare_seeds(table(), baseline="baseline")["new"])
+
+
 def test_one_scale_of_equal_pairs_has_no_interval_of_its_own() -> None:
     """The others have theirs; an interval of width 0 would decide that scale."""
     paired = table(rho=0.95)
