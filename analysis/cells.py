@@ -218,6 +218,12 @@ def paired(a: Cell, b: Cell) -> tuple[Floats, Floats]:
     return first, second
 
 
+def constant_pairs(pair: tuple[Floats, Floats]) -> bool:
+    """Whether several pairs differ by one amount up to rounding, which says nothing of how much pairs differ."""
+    method, baseline = pair
+    return len(method) > 1 and bool(np.ptp(method - baseline) <= ROUNDING * float(np.max(np.abs(baseline))))
+
+
 def seed_correlation(pairs: Sequence[tuple[Floats, Floats]]) -> tuple[float, int, float]:
     """Intraclass correlation of paired runs within cells, its degrees of freedom and one-sided p of rho > 0.
 

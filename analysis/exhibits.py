@@ -35,13 +35,18 @@ def speedups(found: Findings) -> Picture | None:
         for s in shown
         for p in s.scales
     ]
+    if any(row["low"] is not None for row in rows):
+        intervals = f"{digits.share(shown[0].level)} intervals"
+        cut = " Intervals far wider than the points differ are cut at the edge."
+    else:
+        intervals, cut = f"no intervals ({shown[0].why or 'no noise estimate'})", ""
     return Picture(
         name="speedup-by-scale",
         section="speedups",
         title="Speedup by scale",
-        caption=f"Iso-loss speedup over {found.baseline} at each scale, {digits.share(shown[0].level)} intervals. "
-        "Hollow: the baseline's law is extrapolated there. Dashed: trend with compute. Intervals far wider than the "
-        f"points differ are cut at the edge.{dropped_text(len(found.dropped))}",
+        caption=f"Iso-loss speedup over {found.baseline} at each scale, {intervals}. "
+        f"Hollow: the baseline's law is extrapolated there. Dashed: trend with compute.{cut}"
+        f"{dropped_text(len(found.dropped))}",
         alt="; ".join(f"{s.method}: {s.mean:.3g} on average" for s in shown) + ".",
         draw=lambda width: speeds.speedup_by_scale(shown, baseline=found.baseline or "", width_in=width),
         data=pd.DataFrame(rows),
@@ -135,8 +140,7 @@ def steps(found: Findings) -> Picture | None:
         section="costs",
         title="Training steps against the baseline",
         caption=f"Whole steps ({whole}), {launched}, by shape and vocabulary. Dashed: the compiled pre-norm "
-        f"baseline of the "
-        "same call; methods by this project's kernels, unless another implementation is named.",
+        "baseline of the same call; methods by this project's kernels, unless another implementation is named.",
         alt=f"Throughput of {data['method'].nunique()} methods at {len(sizes)} shapes, as shares of the baseline's.",
         draw=lambda width: costs.costs(data, sizes=sizes, ceilings={"ratio": 1.0}, width_in=width),
         data=data,
@@ -154,8 +158,7 @@ def kernels(found: Findings) -> Picture | None:
         section="costs",
         title="Routing kernels against the copy rate",
         caption="Bytes that each kernel must move over its median time, as a share of the copy rate measured in the "
-        "same run. "
-        "Beyond 100%, part of the data came from the cache.",
+        "same call of the benchmark. Beyond 100%, part of the data came from the cache.",
         alt="; ".join(
             f"{o} at {s}: {v:.0f}%" for o, s, v in zip(data["operation"], data["shape"], data["share"], strict=True)
         ),
@@ -307,7 +310,7 @@ def _grid_picture(
     name: str, title: str, grid: Grid, found: Findings, told: str, draw: Callable[[float], object]
 ) -> Picture:  # fmt: skip
     spread = (
-        f"{digits.share(grid.level)} intervals, spread {grid.source}" if grid.df > 0 else "no intervals: one run a cell"
+        f"{digits.share(grid.level)} intervals, spread {grid.source}" if grid.df > 0 else f"no intervals: {grid.source}"
     )
     return Picture(
         name=name,

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from scaling.analysis.certify import Fitted, solve
 from scaling.analysis.checklist import conventions, describe_dropped, describe_seeds, make_checklist
-from scaling.analysis.intervals import INTERVALS, make_intervals
+from scaling.analysis.intervals import INTERVALS, equal_repeats, make_intervals
 from scaling.analysis.laws import Law, get_law
 from scaling.analysis.options import check_draws, check_level, generator
 from scaling.analysis.result import Dropped, Interval, Result
@@ -166,6 +166,7 @@ def _result(
 ) -> Result:  # fmt: skip
     frame = screened.frame
     certificate = dict(fitted.certificate)
+    equal = equal_repeats(fitted, frame, by)
     used = conventions(frame, [*law.variables, "loss"])
     starts = f"{certificate['starts']} computed from the data, {certificate['starts_agreeing']} agree"
     entries = {
@@ -194,7 +195,7 @@ def _result(
         objective=fitted.objective,
         certificate=certificate,
         conventions={**used, "residual": residual, "loss_function": loss},
-        warnings=(*screened.cautions, *fit_cautions(fitted, headline, asked=asked, draws=draws)),
+        warnings=(*screened.cautions, *fit_cautions(fitted, headline, asked=asked, draws=draws, equal=equal)),
         dropped=screened.dropped,
         checklist=make_checklist(entries),
         details=_details(law, fitted, frame, by=by, chosen=chosen, tests=tests),

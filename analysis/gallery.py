@@ -58,7 +58,8 @@ def curves(found: Findings) -> Picture | None:
         if found.speedups
         else ""
     )
-    laws = f" Lines: fitted laws with {digits.share(level)} bands." if found.curves else " No law could be fitted."
+    bands = f" with {digits.share(level)} bands" if any(curve.low for curve in found.curves.values()) else ""
+    laws = f" Lines: fitted laws{bands}." if found.curves else " No law could be fitted."
     return Picture(
         name="scaling-curves",
         section="speedups",
@@ -94,15 +95,18 @@ def deltas(found: Findings) -> Picture | None:
     dots = (
         "Each dot is one pair of runs with the same seed; " if rows else "Mean differences, runs not paired by seed; "
     )
+    bars = (
+        f"bars are {digits.share(level)} intervals of the mean, cut at the edge where they are far wider than the dots"
+        if any(d.low is not None for d in found.deltas)
+        else f"no intervals: {found.deltas[0].why or 'no noise estimate'}"
+    )
     shade = " Shaded: two standard deviations of seed noise either way." if sd is not None else ""
     alt = "; ".join(f"{d.method} at {d.size}: {d.mean:.3g}, {d.verdict}" for d in found.deltas[:24])
     return Picture(
         name="seed-deltas",
         section="seeds",
         title="Loss differences by seed",
-        caption=f"{dots}bars are {digits.share(level)} intervals of the mean, cut "
-        f"at the "
-        f"edge where they are far wider than the dots. Left of zero: lower loss than {baseline}.{shade}",
+        caption=f"{dots}{bars}. Left of zero: lower loss than {baseline}.{shade}",
         alt=f"Loss minus {baseline}'s: {alt}.",
         draw=lambda width: seed_deltas(
             found.deltas, baseline=baseline, noise_sd=sd, sizes=found.places or None, width_in=width
@@ -112,7 +116,9 @@ def deltas(found: Findings) -> Picture | None:
 
 
 def noise(found: Findings) -> Picture | None:
-    """Effects against the noise."""
+    """Effects against the noise; nothing where no noise was measured that they could be set against."""
+    if not any(noise.sd > 0 for noise in found.noises):
+        return None
     effects = list(found.deltas)
     if len(effects) > _MOST_EFFECTS:  # the mean over sizes of each method, or its last size
         last = {delta.method: delta for delta in effects}

@@ -9,13 +9,19 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 import pandas as pd
 from scipy import stats
 
+from scaling.analysis.cells import ROUNDING
 from scaling.analysis.paired import dunnett
 from scaling.errors import TableError
+
+IDENTICAL_CELLS: Final = (
+    "runs of a cell have equal losses (copies of one run, or seeds that change nothing), which measures no noise"
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,6 +36,8 @@ class Grid:
         by more than the noise), ``tie`` (the best, or not distinguishable from it), or empty.
     sd, df
         Standard deviation of one run within a cell and its degrees of freedom (infinite where given, 0 if unknown).
+    source
+        Where the spread comes from; where there is none, why.
     """
 
     frame: pd.DataFrame
@@ -58,7 +66,7 @@ def gather(
     axes, within
         Columns that make a cell; columns (among the axes) whose values are compared apart, e.g. ``["size"]``.
     sd
-        Standard deviation over seeds from elsewhere, used where cells have one run.
+        Standard deviation over seeds from elsewhere, used where cells have one run or runs with equal losses.
 
     Raises
     ------
@@ -80,6 +88,11 @@ def gather(
     df = float((frame["n"] - 1).sum())
     spread = math.sqrt(float(frame["squares"].sum()) / df) if df > 0 else math.nan
     source = "pooled over cells"
+    if df == 0:
+        source = "one run a cell and no known noise"
+    elif spread <= ROUNDING * float(frame["mean"].abs().min()):
+        # not a spread of 0, which would make every difference a certainty
+        spread, df, source = math.nan, 0.0, IDENTICAL_CELLS
     if df == 0 and sd is not None:
         spread, df, source = sd, math.inf, "given"
     quantile = float(stats.t.ppf((1 + level) / 2, df)) if df > 0 else math.nan

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from scaling.analysis.cells import ROUNDING
 from scaling.analysis.certify import Fitted
 from scaling.analysis.likelihood import profile_interval
 from scaling.analysis.result import Interval
@@ -27,6 +28,7 @@ from scaling.errors import UsageError
 if TYPE_CHECKING:
     import pandas as pd
 
+NEED_NOISE = ("two-level", "parametric")  # that of runs of one cell
 INTERVALS = ("cluster", "pairs", "two-level", "parametric", "delta", "profile", "all", "none")
 
 
@@ -37,13 +39,20 @@ def _cells(fitted: Fitted, frame: pd.DataFrame, by: str | None) -> list[str]:
     return ["|".join(parts) for parts in zip(*columns, strict=True)]
 
 
+def equal_repeats(fitted: Fitted, frame: pd.DataFrame, by: str | None) -> bool:
+    """Whether runs of a cell differ by rounding at most: copies, or seeds that change nothing; never noise measured."""
+    sd, df = cell_noise(fitted.residual_n, _cells(fitted, frame, by))
+    return df > 0 and sd <= ROUNDING * (1.0 if fitted.goal.log else float(np.min(fitted.y_n)))
+
+
 def make_intervals(
     fitted: Fitted, frame: pd.DataFrame, *, by: str | None, level: float, kind: str, cluster: str | None, draws: int,
     rng: np.random.Generator,
 ) -> tuple[dict[str, Interval], dict[str, float]]:  # fmt: skip
     """Intervals by kind and standard errors of the headline one; nothing at 0 degrees of freedom.
 
-    A bootstrap of which too few refits converge gives no interval.
+    Where the runs of each cell are equal there is no noise to draw, so that the kinds that need it are not made. A
+    bootstrap of which too few refits converge gives no interval.
     """
     if fitted.df <= 0 or kind == "none":
         return {}, {}
@@ -71,7 +80,8 @@ def make_intervals(
             spread = np.std(made.kept_RP, axis=0, ddof=1)
             errors.update(zip(names, map(float, spread), strict=True))
 
-    wanted = INTERVALS[:-2] if kind == "all" else (kind,)
+    left_out = NEED_NOISE if equal_repeats(fitted, frame, by) else ()
+    wanted = [name for name in (INTERVALS[:-2] if kind == "all" else (kind,)) if name not in left_out]
     if "cluster" in wanted:
         keep("cluster", cluster_bootstrap(fitted, clusters, draws, rng), "cluster")
     if "pairs" in wanted:

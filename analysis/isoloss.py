@@ -72,7 +72,7 @@ def measure_noise(arms: Arms, known: float | None) -> Noise:
         return Noise(sd=known, sd_df=np.inf, df=np.inf, source="given", rho=rho, rho_p=p, used_rho=used)
     sd, df = pooled_sd(cells)
     if identical(cells, sd):
-        return Noise(sd=np.nan, sd_df=0.0, df=0.0, source=IDENTICAL, rho=rho, rho_p=p, used_rho=0.0)
+        return Noise(sd=np.nan, sd_df=0.0, df=0.0, source=IDENTICAL, rho=np.nan, rho_p=np.nan, used_rho=0.0)
     return Noise(
         sd=sd,
         sd_df=float(df),

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import stats
 
-from scaling.analysis.cells import Cell
+from scaling.analysis.cells import Cell, constant_pairs
 
 Floats = NDArray[np.float64]
 
@@ -25,6 +25,8 @@ def mixed_model(arms: list[tuple[Cell, Cell]], pairs: list[tuple[Floats, Floats]
             "fitted": False,
             "reason": f"{len(d)} scales with {sum(len(v) for v in d)} pairs: needs 3 scales and some seeds",
         }
+    if all(constant_pairs(pair) for pair in pairs if len(pair[0]) > 1):
+        return {"fitted": False, "reason": "the pairs of each scale differ by one amount: no spread within scales"}
     from statsmodels.regression.mixed_linear_model import MixedLM
 
     values = np.concatenate(d)

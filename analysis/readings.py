@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
+from scaling.analysis.cautions import NO_INTERVAL
 from scaling.analysis.result import Result
 
 OVER_SIZES: Final = "all sizes"
@@ -59,6 +60,7 @@ class Speedup:
     currency: str
     status: str
     interval_method: str
+    why: str = ""  # there is no interval
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,6 +83,7 @@ class Delta:
     paired: bool
     smallest_sign_flip_p: float | None
     token_ratio: float | None = None  # training tokens over the baseline's, where both are known
+    why: str = ""  # there is no interval
 
     @property
     def verdict(self) -> Literal["lower", "higher", "undecided"]:
@@ -123,6 +126,7 @@ def read_speedup(method: str, result: Result) -> Speedup:
         currency=result.conventions.get("currency", "flops"),
         status=result.status,
         interval_method=interval.method if interval else "",
+        why="" if interval else _why(result),
     )
 
 
@@ -157,6 +161,7 @@ def read_deltas(method: str, result: Result) -> tuple[Delta, ...]:
                 paired=paired,
                 smallest_sign_flip_p=_finite(entry["sign_flip_floor"]),
                 token_ratio=_finite(entry["token_ratio"]),
+                why="" if interval and name in interval.low else _why(result) or "fewer than two pairs of one seed",
             )
         )
     joint = details.get("joint")
@@ -180,6 +185,7 @@ def read_deltas(method: str, result: Result) -> tuple[Delta, ...]:
                 rho=rho,
                 paired=paired,
                 smallest_sign_flip_p=_finite(details["sign_flip"]["smallest_possible_p"]),
+                why="" if interval else _why(result),
             )
         )
     return tuple(found)
@@ -207,6 +213,12 @@ def read_noise(result: Result) -> tuple[Noise, ...]:
         for key, label, counts, note in kinds
         if key in result.estimate
     )
+
+
+def _why(result: Result) -> str:
+    """Why a comparison has no interval: its caution up to what that may come from; empty where none says so."""
+    found = (item.message for item in result.warnings if item.code in NO_INTERVAL)
+    return next(found, "").partition(":")[0]
 
 
 def _scale(entry: Mapping[str, Any]) -> IsoLoss:

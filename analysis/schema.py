@@ -51,9 +51,12 @@ COLUMNS: Final[dict[str, str]] = {
     "vocab_size": "Int64",
     "tail_evaluations": "Int64",  # evaluations that val_loss_tail is the mean of
     "experts": "Int64",  # routed experts of a mixture, missing in a dense model
+    "reason": "string",  # why it stands as it does, missing where there is nothing to say
 }
 
-ADDED: Final = frozenset({"variant", "layers", "width", "ffn_width", "vocab_size", "tail_evaluations", "experts"})
+ADDED: Final = frozenset(
+    {"variant", "layers", "width", "ffn_width", "vocab_size", "tail_evaluations", "experts", "reason"}
+)
 """Columns that tables written by earlier versions lack; they are read as empty."""
 
 CANONICAL: Final[dict[str, str]] = {

@@ -14,10 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import stats
 
-from scaling.analysis.cautions import IDENTICAL_TEXT, mixed_budgets, refuse
+from scaling.analysis.cautions import CORRELATED, refuse, repeated_seeds, same_runs, seed_cautions
 from scaling.analysis.cells import (
     OPPOSED,
     Cell,
+    constant_pairs,
     identical,
     make_cells,
     paired,
@@ -37,8 +38,7 @@ from scaling.analysis.paired import (
     t_summary,
     unpaired_t,
 )
-from scaling.analysis.power import detectable_paired
-from scaling.analysis.result import Caution, Interval, Result
+from scaling.analysis.result import Interval, Result
 from scaling.analysis.screen import Screened, screen
 from scaling.errors import FitError, UsageError
 
@@ -48,10 +48,6 @@ if TYPE_CHECKING:
 Floats = NDArray[np.float64]
 
 PAIRINGS = ("auto", "paired", "unpaired")
-# One-sided level at which seeds count as positively correlated; without it (or `OPPOSED`) the test is unpaired.
-CORRELATED = 0.05
-# Level of the test that cells have one variance; below it the pooled SD is not to be trusted.
-HOMOGENEOUS = 0.05
 
 
 def compare_seeds(
@@ -128,12 +124,13 @@ def _compare(
     both = [c for arm in arms for c in arm]
     sd, sd_df = pooled_sd(both)
     equal = noise_sd is None and identical(both, sd)
-    if equal:
+    if equal:  # what varies are rounding errors: they have no spread and no correlation
         sd, sd_df = float("nan"), 0
+        rho, rho_df, rho_p = float("nan"), 0, float("nan")
     likely = rho_df > 0 and (rho_p < CORRELATED or rho_p > 1 - OPPOSED)
     use_pairs = pairing == "paired" or (pairing == "auto" and likely and noise_sd is None)
     per_scale = [
-        _scale(m, b, p, sd=noise_sd or sd, sd_df=np.inf if noise_sd else sd_df, level=level)
+        _scale(m, b, p, sd=noise_sd or sd, sd_df=np.inf if noise_sd else sd_df, level=level, equal=equal)
         for (m, b), p in zip(arms, pairs, strict=True)
     ]
     deltas = np.array([row["delta"] for row in per_scale])
@@ -147,7 +144,8 @@ def _compare(
     }
     interval, errors = _interval(joint, common, per_scale, key, level, use_pairs)
     flips = np.concatenate([m - b for m, b in pairs]) if pairs else np.empty(0)
-    flip_p, flip_floor = sign_flip(flips) if len(flips) else (float("nan"), float("nan"))
+    # copies of one run are no pairs of their own: their signs agree whatever is true
+    flip_p, flip_floor = sign_flip(flips) if len(flips) and not equal else (float("nan"), float("nan"))
     details: dict[str, Any] = {
         "baseline": both[1].method,
         "method": both[0].method,
@@ -156,10 +154,16 @@ def _compare(
         "pairing": {"used": "paired" if use_pairs else "unpaired", "rho": rho, "df": rho_df, "p_one_sided": rho_p},
         "sign_flip": {"p": flip_p, "smallest_possible_p": flip_floor, "pairs": len(flips)},
         "hodges_lehmann": hodges_lehmann(flips),
-        "pooled_sd": {"sd": sd, "df": sd_df, "homogeneity_p": _homogeneity(both), "identical": equal},
+        "pooled_sd": {"sd": sd, "df": sd_df, "homogeneity_p": _homogeneity(both, equal), "identical": equal},
         "mixed_model": mixed_model(arms, pairs),
     }
-    cautions = [*screened.cautions, *_cautions(arms, pairs, baseline, method, screened, joint, noise_sd or sd, details)]
+    names = [both[0].method, both[1].method]
+    doubtful = [*repeated_seeds(screened.frame, names), *same_runs(arms)]
+    cautions = [
+        *screened.cautions,
+        *doubtful,
+        *seed_cautions(arms, pairs, baseline, method, joint, noise_sd or sd, details),
+    ]
     entries = {
         "form": "difference of mean losses, method minus baseline, mean over scales",
         "variables": "loss, method, seed, scale",
@@ -184,13 +188,19 @@ def _compare(
     )
 
 
-def _scale(m: Cell, b: Cell, pair: tuple[Floats, Floats], *, sd: float, sd_df: float, level: float) -> dict[str, Any]:
+def _scale(
+    m: Cell, b: Cell, pair: tuple[Floats, Floats], *, sd: float, sd_df: float, level: float, equal: bool
+) -> dict[str, Any]:
     d = pair[0] - pair[1]
     pooled = None
     if np.isfinite(sd) and sd_df > 0:
         pooled = t_summary(m.mean - b.mean, sd * float(np.sqrt(1 / len(m.losses) + 1 / len(b.losses))), sd_df, level)
-    flip = sign_flip(d) if len(d) else (float("nan"), float("nan"))
-    tests = {"paired": paired_t(d, level), "unpaired": unpaired_t(m.losses, b.losses, level), "pooled": pooled}
+    flip = sign_flip(d) if len(d) and not equal else (float("nan"), float("nan"))
+    tests = {
+        "paired": None if constant_pairs(pair) else paired_t(d, level),
+        "unpaired": None if identical([m, b], pooled_sd([m, b])[0]) else unpaired_t(m.losses, b.losses, level),
+        "pooled": pooled,
+    }
     return {
         "scale": m.scale,
         "n_method": len(m.losses),
@@ -251,61 +261,11 @@ def _interval(
     return Interval(level=level, method=method, low=low, high=high), errors
 
 
-def _homogeneity(cells: list[Cell]) -> float | None:
+def _homogeneity(cells: list[Cell], equal: bool) -> float | None:
     """Levene's test (median) that cells have one variance; ``None`` where it cannot be made."""
+    if equal:
+        return None
     groups = [c.losses for c in cells if len(c.losses) > 2]
     if len(groups) < 2 or all(np.ptp(g) == 0 for g in groups):
         return None
     return float(stats.levene(*groups, center="median").pvalue)
-
-
-def _why_no_interval(
-    arms: list[tuple[Cell, Cell]], pairs: list[tuple[Floats, Floats]], details: dict[str, Any]
-) -> Caution:
-    several = any(len(c.losses) > 1 for arm in arms for c in arm)
-    if details["pairing"]["used"] == "paired" and several and min(len(m) for m, _ in pairs) == 0:
-        lone = ", ".join(m.scale for (m, _), (d, _) in zip(arms, pairs, strict=True) if not len(d))
-        text = f"no seed of the method was run with the baseline at {lone}: nothing is paired; use pairing unpaired"
-        return Caution(code="no-common-seeds", message=text)
-    if several and details["pairing"]["df"] != 0 or details["pooled_sd"]["identical"]:
-        return Caution(code="identical-losses", message=IDENTICAL_TEXT)
-    text = "one seed a cell and no given noise: the difference has no interval; add seeds or give a noise floor"
-    return Caution(code="one-seed", message=text)
-
-
-def _cautions(
-    arms: list[tuple[Cell, Cell]], pairs: list[tuple[Floats, Floats]], baseline: dict[str, Cell], method: dict[str,
-    Cell],
-    screened: Screened, joint: TTest | None, sd: float, details: dict[str, Any],
-) -> list[Caution]:  # fmt: skip
-    out = []
-    lone = [s for s in method if s not in baseline] + [s for s in baseline if s not in method]
-    if lone:
-        out.append(Caution(code="unmatched-scales", message=f"scales of one arm only, left out: {', '.join(lone)}"))
-    smallest = min(len(m) for m, _ in pairs)
-    if joint is None:
-        out.append(_why_no_interval(arms, pairs, details))
-    elif 2 <= smallest < 6:
-        effect = detectable_paired(smallest, 0.05, 0.8)
-        text = (
-            f"{smallest} seeds: the smallest two-sided sign-flip p at one scale is {2.0 ** (1 - smallest):.3g}; a "
-            "paired t at one "
-            f"scale finds with 80% power only differences of {effect:.2f} SDs of the pair differences"
-        )
-        out.append(Caution(code="few-seeds", message=text))
-    if details["pairing"]["used"] == "unpaired" and details["sign_flip"]["pairs"]:
-        rho, p = details["pairing"]["rho"], details["pairing"]["p_one_sided"]
-        why = "the given noise is of single runs" if p < CORRELATED else "not shown to differ from 0"
-        text = f"runs of one seed correlate by {rho:.2f}, {why}: the unpaired test is used"
-        if np.isnan(rho):
-            text = (
-                "whether runs of one seed correlate cannot be measured (it takes 3 pairs that differ at one scale, or "
-                "2 at each of two): the unpaired test is used"
-            )
-        out.append(Caution(code="pairing-not-used", message=text))
-    p = details["pooled_sd"]["homogeneity_p"]
-    if p is not None and p < HOMOGENEOUS:
-        text = f"cells differ in spread (Levene p {p:.2g}): the pooled SD {sd:.3g} misstates single scales"
-        out.append(Caution(code="unequal-variances", message=text))
-    out += mixed_budgets([cell for arm in arms for cell in arm])
-    return out

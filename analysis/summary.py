@@ -84,6 +84,12 @@ def _headline(found: Findings) -> str:
 
 
 def _speedup(item: Speedup, baseline: str, shown: list[str], unknown: list[str]) -> None:
+    if math.isfinite(item.mean) and item.why:
+        unknown.append(
+            f"How much compute {item.method} saves against {baseline}: {digits.speedup(item.mean)}, without an "
+            f"interval, since {item.why}."
+        )
+        return
     if item.low is None or item.high is None or not math.isfinite(item.mean):
         unknown.append(
             f"How much compute {item.method} saves against {baseline} could not be determined ({item.status}): the "
@@ -132,6 +138,8 @@ def _deltas(found: Findings, shown: list[str], unknown: list[str]) -> None:
         rest = [delta for delta in sizes if delta.verdict == "undecided"]
         if rest:
             why = "the interval holds zero" if all(d.low is not None for d in rest) else "no interval leaves out zero"
+            if all(d.low is None and d.why for d in rest):
+                why = f"there is no interval, since {rest[0].why}"
             place = f" at {_listed([d.size for d in rest], _MOST_PLACES)}" if found.sizes else ""
             open_.setdefault((place, why), []).append(min(rest, key=lambda delta: delta.n))
     for (place, why), deltas in open_.items():

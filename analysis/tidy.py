@@ -59,10 +59,9 @@ SOURCES: Final[dict[str, tuple[str, ...]]] = {
     "vocab_size": ("param:model.vocab_size", "param:vocab_size"),
     "tail_evaluations": ("param:evaluation.tail",),
     "experts": ("param:model.moe.num_experts",),
+    "reason": ("tag:reason",),
 }
-EXTRA: Final = frozenset(
-    {"tag:kind", "tag:reason", "param:data.seq_len", "param:data.batch_size"}
-)  # for derived columns
+EXTRA: Final = frozenset({"tag:kind", "param:data.seq_len", "param:data.batch_size"})  # for derived columns
 STATUS: Final[dict[str, str]] = {  # MLflow's word -> ours, for runs that carry no tag of their own
     "FINISHED": "done",
     "FAILED": "failed",
@@ -117,6 +116,7 @@ def tidy(raw: Raw, columns: Mapping[str, tuple[str, ...]]) -> pd.DataFrame:
     table["batch_tokens"] = table["batch_tokens"].fillna(
         numbers["param:data.seq_len"] * numbers["param:data.batch_size"]
     )
+    table["reason"] = table["reason"].mask(table["reason"] == "")  # what a store keeps of one that holds no more
     own = table["status"].notna()
     table["status"] = table["status"].fillna(runs["status"].map(STATUS).astype("string")).fillna("unknown")
     # A run of another tool that ended on NaN or infinity diverged, whatever its status says.

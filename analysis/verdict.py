@@ -16,9 +16,15 @@ FEWEST_BEYOND = 5
 ABSOLUTE, SQUARES = 30.0, 0.1
 # Residual SDs below are rounding errors of exact data.
 EXACT = 1e-9
+EQUAL_TEXT = (
+    "runs that differ by seed have equal losses: copies of one run, or seeds that change nothing; intervals that need "
+    "their noise (two-level, parametric) are not made, and the others count each copy as a run"
+)
 
 
-def fit_cautions(fitted: Fitted, headline: Interval | None, *, asked: str, draws: int) -> list[Caution]:
+def fit_cautions(
+    fitted: Fitted, headline: Interval | None, *, asked: str, draws: int, equal: bool = False
+) -> list[Caution]:
     """Cautions of one fit.
 
     Parameters
@@ -29,13 +35,15 @@ def fit_cautions(fitted: Fitted, headline: Interval | None, *, asked: str, draws
         Kind of interval that was asked for.
     draws
         Bootstrap draws behind a percentile interval.
+    equal
+        Whether runs that should differ by their noise are equal.
     """
     return [
         *_status(fitted),
         *_delta(fitted),
-        *_clusters(fitted, headline),
+        *([] if equal else _clusters(fitted, headline)),  # whose advice is the kinds that are not made
         *few_draws(headline, draws),
-        *_missing(fitted, headline, asked),
+        *([Caution(code="identical-losses", message=EQUAL_TEXT)] if equal else _missing(fitted, headline, asked)),
     ]
 
 

@@ -83,7 +83,7 @@ class Checkpoints:
     """
 
     def __init__(self, folder: Path, world: World, *, keep: int, guard: Callable[[], None] = lambda: None) -> None:
-        self._folder = folder
+        self.folder = folder
         self._world = world
         self._keep = keep
         self._guard = guard
@@ -167,7 +167,7 @@ class Checkpoints:
     def write_final(self, weights: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Write whole tensors as ``final/<name>.safetensors``; ``CheckpointError`` where they cannot be."""
         self.finish()
-        beside, final = self._folder / f".{FINAL}", self._folder / FINAL
+        beside, final = self.folder / f".{FINAL}", self.folder / FINAL
         try:
             shutil.rmtree(beside, ignore_errors=True)
             beside.mkdir(parents=True)
@@ -182,19 +182,19 @@ class Checkpoints:
 
     def holds(self, step: int) -> bool:
         """Whether there is a complete checkpoint of this step."""
-        return _read(self._folder / f"step-{step:08d}") is not None
+        return _read(self.folder / f"step-{step:08d}") is not None
 
     def make_room(self) -> bool:
         """Remove checkpoints that are older than the newest, where that is whole; whether there were any."""
-        before = _folders(self._folder)
+        before = _folders(self.folder)
         if not before or damage(before[-1]) is not None:
             return False
         self.prune(keep=0 if _is_permanent(before[-1]) else 1)
-        return len(_folders(self._folder)) < len(before)
+        return len(_folders(self.folder)) < len(before)
 
     def prune(self, keep: int | None = None) -> None:
         """Remove all but the latest ``keep`` and the permanent checkpoints."""
-        complete = [item for item in (_read(path) for path in _folders(self._folder)) if item is not None]
+        complete = [item for item in (_read(path) for path in _folders(self.folder)) if item is not None]
         passing = [item for item in complete if not item.permanent]
         number = self._keep if keep is None else keep
         for item in passing[: max(0, len(passing) - number)]:
@@ -206,7 +206,7 @@ class Checkpoints:
         from scaling import shards
 
         name = f"step-{step:08d}"
-        beside = self._folder / f".{name}"
+        beside = self.folder / f".{name}"
         problem: str | None = None
         files: dict[str, Any] = {}
         try:
@@ -215,7 +215,7 @@ class Checkpoints:
             own = sorted(beside.glob("*.safetensors"))[self._world.rank :: self._world.size]
             files = {path.name: {"bytes": path.stat().st_size, "sha256": _digest(path)} for path in own}
         except (shards.ShardError, OSError) as error:
-            problem = f"{self._folder / name}: checkpoint not written ({_cause(error)})"
+            problem = f"{self.folder / name}: checkpoint not written ({_cause(error)})"
         parts: list[Any] = [(problem, files)]
         if self._group is not None:
             parts = [None] * self._world.size
@@ -232,23 +232,23 @@ class Checkpoints:
                 record["files"] = {name: item for _, part in parts for name, item in part.items()}
                 _write_record(beside / COMPLETE, record)
                 self._guard()
-                _replace_folder(beside, self._folder / name)
+                _replace_folder(beside, self.folder / name)
                 self.prune()
             except (OSError, LeaseError) as error:
-                problem = f"{self._folder / name}: checkpoint not written ({_cause(error)})"
+                problem = f"{self.folder / name}: checkpoint not written ({_cause(error)})"
         if problem is not None and self._world.is_first:
             shutil.rmtree(beside, ignore_errors=True)
         self._error = problem
 
     def _newest(self) -> Checkpoint | None:
-        paths = _folders(self._folder)
+        paths = _folders(self.folder)
         for path in reversed(paths):
             found = damage(path)
             if found is None:
                 return _read(path)
             logger.warning("%s: %s; going back to the checkpoint before", path, found)
         if paths:
-            logger.warning("%s: no checkpoint is usable; starting from the beginning", self._folder)
+            logger.warning("%s: no checkpoint is usable; starting from the beginning", self.folder)
         return None
 
 

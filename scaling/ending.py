@@ -17,6 +17,7 @@ from scaling.checkpoint import Checkpoints
 from scaling.distributed import World, as_sharded
 from scaling.errors import CheckpointError, RecordError
 from scaling.loop import Loop
+from scaling.resumption import goes_on
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +39,7 @@ def leave_weights(
     CheckpointError
         If the weights cannot be written; says where the run goes on.
     """
-    saved = loop.save_end(checkpoints, after_s=WORTH_SAVING_S)
+    loop.save_end(checkpoints, after_s=WORTH_SAVING_S)
     if not save_weights:
         return
     weights = {"model": _whole(loop.transformer.state_dict())}
@@ -52,7 +53,8 @@ def leave_weights(
 
     problem = _attempted(write, checkpoints, world)
     if problem is not None:
-        raise CheckpointError(f"{problem}; free space and run again: {_goes_on(loop, checkpoints, saved)}")
+        loop.save_end(checkpoints)
+        raise CheckpointError(f"{problem}; free space and run again: {goes_on(checkpoints.folder, steps=loop.steps)}")
 
 
 def leave_record(write: Callable[[], None], loop: Loop, checkpoints: Checkpoints, world: World) -> None:
@@ -65,7 +67,18 @@ def leave_record(write: Callable[[], None], loop: Loop, checkpoints: Checkpoints
     """
     problem = _attempted(write, checkpoints, world)
     if problem is not None:
-        raise RecordError(f"{problem}; run again: {_goes_on(loop, checkpoints, False)}")
+        loop.save_end(checkpoints)
+        raise RecordError(f"{problem}; run again: {goes_on(checkpoints.folder, steps=loop.steps)}")
+
+
+def leave_permanent(loop: Loop, checkpoints: Checkpoints, world: World) -> None:
+    """Save the permanent checkpoint that is due at the end once more, where it did not fit on the disk before.
+
+    Called when all that a finished run does not need is gone: no time has more room. All processes of the run call it
+    together; where it does not fit even now, the log says so.
+    """
+    if loop.permanent_due and not world.share(checkpoints.holds(loop.step)):
+        loop.save_end(checkpoints)
 
 
 def _attempted(write: Callable[[], None], checkpoints: Checkpoints, world: World) -> str | None:
@@ -84,12 +97,6 @@ def _problem(write: Callable[[], None]) -> str | None:
     except (CheckpointError, RecordError) as error:
         return str(error)
     return None
-
-
-def _goes_on(loop: Loop, checkpoints: Checkpoints, saved: bool) -> str:
-    if saved or loop.save_end(checkpoints):
-        return "the state at the end is saved, nothing is trained again"
-    return "it goes on from its last checkpoint"
 
 
 def _whole(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -265,10 +265,16 @@ class Loop:
         finally:
             forget_gathered(self.module)
 
+    @property
+    def permanent_due(self) -> bool:
+        """Whether the state after this step is to be kept for good."""
+        every = self.config.run.permanent_every_steps
+        return every is not None and self.step % every == 0
+
     def _save_if_due(self, checkpoints: Checkpoints, *, leaving: bool) -> None:
         settings = self.config.run
-        if settings.permanent_every_steps and self.step % settings.permanent_every_steps == 0:
-            self._save(checkpoints, permanent=True)
+        if self.permanent_due:
+            self._save(checkpoints)
         elif leaving or self.step >= self.steps:
             return  # saved on leaving; ``ending`` sees to the end
         elif settings.checkpoint_every_steps and self.step % settings.checkpoint_every_steps == 0:
@@ -278,10 +284,10 @@ class Loop:
             if self.world.any(late):
                 self._save(checkpoints)
 
-    def _save(self, checkpoints: Checkpoints, *, permanent: bool = False, wait: bool = False) -> None:
+    def _save(self, checkpoints: Checkpoints, *, wait: bool = False) -> None:
         if self.step > self._saved_step:
             self._meter.fetch(self.step)
-            checkpoints.save(self.step, self.entries(), self.state(), permanent=permanent)
+            checkpoints.save(self.step, self.entries(), self.state(), permanent=self.permanent_due)
         self._saved_step, self._saved_s = self.step, time.monotonic()
         if wait:
             checkpoints.finish(required=True)

@@ -15,6 +15,7 @@ from typing import Final
 import torch.distributed as dist
 
 from scaling.errors import ProcessLost
+from scaling.resumption import goes_on
 
 # Gloo's transport and NCCL's own words for the other side. A wrong use of NCCL (two processes on one GPU) is none.
 _SIGNS: Final = re.compile(
@@ -73,17 +74,8 @@ def explained(rank: int, size: int, checkpoints: Path | None = None) -> Iterator
             raise
         raise ProcessLost(
             f"rank {rank} of {size} ends: another process of the run was lost ({_cause(error)}); see the other ranks' "
-            f"logs for the reason, then run again: {_goes_on(checkpoints)}"
+            f"logs for the reason, then run again: {goes_on(checkpoints)}"
         ) from error
-
-
-def _goes_on(checkpoints: Path | None) -> str:
-    if checkpoints is None:
-        return "it goes on from its last checkpoint"
-    steps = [int(path.name.removeprefix("step-")) for path in checkpoints.glob("step-*")]
-    if not steps:
-        return "it starts over, since no checkpoint was saved yet (run.checkpoint_every_minutes)"
-    return f"it goes on from its last checkpoint, of step {max(steps)}"
 
 
 def _cause(error: BaseException) -> str:

@@ -25,7 +25,7 @@ from scaling.accounting import count_parameters
 from scaling.checkpoint import Checkpoints
 from scaling.config.tree import RunConfig
 from scaling.distributed import World, join
-from scaling.ending import leave_record, leave_weights
+from scaling.ending import leave_permanent, leave_record, leave_weights
 from scaling.errors import ConfigError, MemoryShortage, ScalingError
 from scaling.evaluate import Evaluation
 from scaling.kernels import dispatch
@@ -162,6 +162,7 @@ class _Attempt:
         self._progress = progress if world.is_first else None
         self._rows = memory.micro_batch_rows(config, world)
         self._loop: Loop | None = None
+        self._over = False  # whether the end record of a finished run is written
 
     def run(self) -> EndRecord:
         try:
@@ -170,6 +171,8 @@ class _Attempt:
         except Diverged as diverged:
             return self._diverged(diverged)
         except Exception as error:
+            if self._over:  # what it was to leave is there, whatever happened to another process after that
+                raise
             try:
                 self._end("failed", reason=_one_line(error))
             except ScalingError as second:  # what failed first is the news
@@ -210,8 +213,10 @@ class _Attempt:
         leave_weights(loop, checkpoints, world, save_weights=config.run.save_weights, guard=self._guard)
         record = self._record("done")
         leave_record(lambda: self._finish(record), loop, checkpoints, world)
+        self._over = True
         if world.is_first:
             checkpoints.prune(keep=0)
+        leave_permanent(loop, checkpoints, world)
         return record
 
     def _diverged(self, diverged: Diverged) -> EndRecord:

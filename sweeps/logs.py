@@ -18,9 +18,9 @@ from scaling.sweeps.status import RunStatus
 
 TAIL_BYTES: Final = 262_144
 
-# What a failure begins with: Python's last traceback line, Slurm's and the kernel's words, CUDA's.
+# What a failure begins with: our own line, Python's last traceback line, Slurm's and the kernel's words, CUDA's.
 _ERROR: Final = re.compile(
-    r"^(?:\w+\.)*\w*(?:Error|Exception|Interrupt)\b.*|^(?:slurmstepd|srun|slurmd): error:.*"
+    r"^error: .*|^(?:\w+\.)*\w*(?:Error|Exception|Interrupt)\b.*|^(?:slurmstepd|srun|slurmd): error:.*"
     r"|.*\b(?:CUDA error|out of memory|oom-kill|Killed|Segmentation fault|No space left on device|Bus error)\b.*"
 )
 

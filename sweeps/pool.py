@@ -136,6 +136,8 @@ class Pool:
 
     def _start(self, slot: int, request: Request) -> _Worker:
         command = [*request.launcher, *self.python, "-u", "-m", "scaling.sweeps.worker", "--trainer", self.trainer]
+        if logger.isEnabledFor(logging.DEBUG):
+            command.append("--debug")
         if request.launcher:
             command += ["--once", request.line()]
         process = subprocess.Popen(

@@ -11,6 +11,7 @@ import argparse
 import ctypes
 import importlib
 import json
+import logging
 import os
 import signal
 import sys
@@ -27,6 +28,8 @@ if __name__ == "__main__":
 
 from scaling.sweeps.request import LOG, TRAINER  # noqa: E402
 
+logger = logging.getLogger(__name__)
+
 BUSY_RETRY_S: Final = 5.0
 
 _PR_SET_PDEATHSIG: Final = 1  # prctl(2)
@@ -37,7 +40,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Train runs of a sweep; started by the sweep itself.")
     parser.add_argument("--trainer", default=TRAINER, help="module:function that trains one run")
     parser.add_argument("--once", metavar="REQUEST", help="train one run, given as JSON, then leave")
+    parser.add_argument("--debug", action="store_true", help="show tracebacks and debug logging")
     options = parser.parse_args()
+    if options.debug:
+        logging.basicConfig(level=logging.DEBUG, format="%(levelname)s %(name)s: %(message)s")
     _die_with_parent()
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     try:
@@ -73,7 +79,7 @@ def work(request: Mapping[str, Any], trainer: str = TRAINER) -> dict[str, str]:
     """
     from scaling.config.strict import build
     from scaling.config.tree import RunConfig
-    from scaling.errors import LeaseError
+    from scaling.errors import LeaseError, ScalingError
     from scaling.record import RunFolder
 
     out, key = Path(request["out"]), request["key"]
@@ -95,6 +101,11 @@ def work(request: Mapping[str, Any], trainer: str = TRAINER) -> dict[str, str]:
             except Interrupted:
                 return {"outcome": "interrupted", "reason": str(error)}
             continue
+        except ScalingError as error:
+            # one line says what a user can cause; where it was raised says nothing more
+            print(f"error: {error}", file=sys.stderr, flush=True)
+            logger.debug("run %s", key, exc_info=True)
+            return _failed(out, config, error)
         except Exception as error:
             traceback.print_exc()
             return _failed(out, config, error)

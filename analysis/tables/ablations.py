@@ -21,7 +21,7 @@ def main(runs: pd.DataFrame, *, baseline: str | None, sd: float | None = None, d
     grid = gather(runs, ["size", "method"], within=["size"], sd=sd)
     frame = _by_size(grid.frame, runs) if sized else grid.frame.sort_values("mean").assign(mean_mark=grid.frame["mark"])
     columns = [Column(key="size", label="size")] if sized else []
-    columns += [Column(key="method", label="method"), *_means()]
+    columns += [Column(key="method", label="method"), *_means(grid)]
     if not sized and runs["tokens"].nunique() > 1:
         tokens = runs.groupby("method")["tokens"].agg(["min", "max"]).astype(float)
         frame = frame.assign(fewest=frame["method"].map(tokens["min"]), most=frame["method"].map(tokens["max"]))
@@ -42,7 +42,7 @@ def heads(runs: pd.DataFrame, *, sd: float | None = None, dropped: int = 0) -> T
         Column(key="size", label="size"),
         Column(key="method", label="method"),
         Column(key="heads", label="H", kind="integer"),
-        *_means(),
+        *_means(grid),
         Column(key="gap", label="above the best", kind="number", digits=2),
     ]
     return _table("heads", "Routing heads", grid, _by_size(grid.frame, runs), columns, "number of heads", dropped)
@@ -63,7 +63,7 @@ def variants(runs: pd.DataFrame, *, sd: float | None = None, dropped: int = 0) -
         Column(key="size", label="size"),
         Column(key="method", label="method"),
         Column(key="variant", label="options"),
-        *_means(),
+        *_means(grid),
         Column(key="gap", label="above the best", kind="number", digits=2),
     ]
     return _table("variants", "Options of a method", grid, _by_size(grid.frame, runs), columns, "variant", dropped)
@@ -120,7 +120,7 @@ def learning_rates(runs: pd.DataFrame, *, sd: float | None = None, dropped: int 
         Column(key="size", label="size"),
         Column(key="method", label="method"),
         Column(key="lr", label="best peak LR", kind="general"),
-        *_means(),
+        *_means(grid),
         Column(key="near", label="not distinguishable"),
         Column(key="tried", label="rates tried", kind="integer"),
         Column(key="edge", label="at the edge of the grid"),
@@ -130,8 +130,9 @@ def learning_rates(runs: pd.DataFrame, *, sd: float | None = None, dropped: int 
     )
 
 
-def _means() -> list[Column]:
-    return [Column(key="mean", label="held-out loss [interval] (nats)", kind="estimate"),
+def _means(grid: Grid) -> list[Column]:
+    interval = " [interval]" if grid.df > 0 else ""
+    return [Column(key="mean", label=f"held-out loss{interval} (nats)", kind="estimate"),
             Column(key="n", label="runs", kind="integer")]  # fmt: skip
 
 
@@ -150,13 +151,11 @@ def _table(
     counted = f"{int(seeds.min())}" if seeds.min() == seeds.max() else f"{int(seeds.min())} to {int(seeds.max())}"
     counted += " run" if counted == "1" else " runs"
     spread = (
-        f"{digits.share(grid.level)} t intervals, spread of one run {grid.source}, {grid.df:g} degrees of freedom"
+        f"{digits.share(grid.level)} t intervals, spread of one run {grid.source}, {grid.df:g} degrees of freedom. "
+        f"Bold: the best {axis}, apart from all others by more than the noise; = the best and what is not "
+        "distinguishable from it."
         if grid.df > 0
-        else "no intervals: one run a cell and no known noise"
+        else f"no intervals, and no best {axis}: {grid.source}."
     )
-    caption = (
-        f"Mean held-out loss at the last step, {counted} a cell; {spread}. Bold: the best {axis}, apart from "
-        f"all others "
-        f"by more than the noise; = the best and what is not distinguishable from it.{dropped_text(dropped)}"
-    )
+    caption = f"Mean held-out loss at the last step, {counted} a cell; {spread}{dropped_text(dropped)}"
     return Table(name=name, title=title, caption=caption, columns=tuple(columns), frame=frame)

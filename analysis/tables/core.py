@@ -45,6 +45,7 @@ _CONVENTIONS: Final = {
     ("inversion", "law"): "the baseline's compute is read off its fitted law",
     ("inversion", "chord"): "the baseline's compute is read off straight lines between its runs",
 }
+_DELTA_VERDICTS: Final = {"lower": "lower loss", "higher": "higher loss", "undecided": "not decided"}
 _ALWAYS: Final = ("method", "val_loss", "run_key")
 
 
@@ -93,11 +94,12 @@ def speedups(found: Sequence[Speedup], *, baseline: str, conventions: Mapping[st
     )
     level = found[0].level if found else 0.95
     way = found[0].interval_method if found else ""
+    sure = any(item.low is not None for item in found)
+    marks = " Bold: better than all others by more than the noise; = not distinguishable from the best." * sure
+    interval = f"{digits.share(level)} interval{f' ({way})' if way else ''}" if sure else "no intervals, and no best"
     caption = (
-        f"How many times the compute {baseline} needs to reach the same loss: geometric mean over scales, "
-        f"{digits.share(level)} interval{f' ({way})' if way else ''}. {convention_text(conventions)}"
-        f"{dropped_text(dropped)} Bold: better than all others by more than the noise; = not distinguishable from "
-        f"the best."
+        f"How many times the compute {baseline} needs to reach the same loss: geometric mean over scales, {interval}. "
+        f"{convention_text(conventions)}{dropped_text(dropped)}{marks}"
     )
     return Table(
         name="speedups", title="Iso-loss speedup", caption=caption, columns=columns, frame=_frame(rows, columns)
@@ -156,17 +158,18 @@ def seed_deltas(found: Sequence[Delta], *, baseline: str, dropped: int = 0) -> T
             "p_adjusted": delta.p_adjusted,
             "smallest_p": delta.smallest_sign_flip_p,
             "rho": delta.rho,
-            "test": "paired t" if delta.paired else "unpaired t",
-            "verdict": {"lower": "lower loss", "higher": "higher loss", "undecided": "not decided"}[delta.verdict],
+            "test": "none" if delta.p is None else "paired t" if delta.paired else "unpaired t",
+            "verdict": "no interval" if delta.low is None else _DELTA_VERDICTS[delta.verdict],
         }
         for delta in found
     ]
+    sure = any(delta.low is not None for delta in found)
     columns = tuple(
         column
         for column in (
             Column(key="method", label="method"),
             Column(key="size", label="size"),
-            Column(key="delta", label="loss difference [interval] (nats)", kind="estimate"),
+            Column(key="delta", label=f"loss difference{' [interval]' * sure} (nats)", kind="estimate"),
             Column(key="n", label="pairs" if any(d.paired for d in found) else "runs, the fewer", kind="integer"),
             Column(key="test", label="test"),
             Column(key="p", label="p", kind="number", digits=2),
@@ -191,9 +194,10 @@ def seed_deltas(found: Sequence[Delta], *, baseline: str, dropped: int = 0) -> T
     )
     methods = len({delta.method for delta in found})
     luck = f" p, adjusted: for {methods} methods compared with one baseline (Dunnett)." if methods > 1 else ""
-    caption = (
-        f"{how}; {digits.share(level)} t interval. Negative is better than {baseline}.{luck}{dropped_text(dropped)}"
-    )
+    why = "; ".join(dict.fromkeys(delta.why for delta in found if delta.low is None and delta.why))
+    interval = f"{digits.share(level)} t interval" + (f"; none where {why}" if why else "")
+    interval = interval if sure else f"no interval: {why or 'no noise estimate'}"
+    caption = f"{how}; {interval}. Negative is better than {baseline}.{luck}{dropped_text(dropped)}"
     title = "Paired seeds" if paired else "Loss differences"
     return Table(name="seed-deltas", title=title, caption=caption, columns=columns, frame=_frame(rows, columns))
 
@@ -260,7 +264,7 @@ def _speedup_verdict(item: Speedup) -> str:
     if item.status not in ("converged", "bound-hit") or not item.mean == item.mean:
         return f"not determined ({item.status})"
     if item.low is None or item.high is None:
-        return "no interval: too few degrees of freedom"
+        return f"no interval: {item.why or 'too few degrees of freedom'}"
     if item.low > 1:
         return f"saves compute: between {digits.speedup(item.low)} and {digits.speedup(item.high)}"
     return "needs more compute than the baseline" if item.high < 1 else "not distinguishable from 1×"

@@ -67,6 +67,7 @@ def steps(frame: pd.DataFrame) -> Table:
         Column(key="shape", label="shape"),
         Column(key="vocabulary", label="vocabulary", kind="integer"),
         Column(key="method", label="method"),
+        *([Column(key="implementation", label="implementation")] if "implementation" in rows else []),
         Column(key="pass", label="what is timed"),
         Column(key="launch", label="launch"),
         Column(key="ms", label="ms [20%, 80% of repeats]", kind="estimate"),
@@ -80,11 +81,9 @@ def steps(frame: pd.DataFrame) -> Table:
     if "failed" in rows and rows["failed"].notna().any():
         columns.append(Column(key="failed", label="failed"))
     caption = (
-        f"Steps of each method beside the compiled pre-norm baseline of the same shape, timed in one "
-        f"run{_machine(frame)}. "
-        "Median of the repeats, with their 20% and 80% quantiles in brackets. Launch: eager, one kernel at a time; "
-        "graph, "
-        "replayed as one CUDA graph."
+        "Steps of each method beside the compiled pre-norm baseline of the same shape, timed in the same call of the "
+        f"benchmark{_machine(frame)}. Median of the call's repeats, with their 20% and 80% quantiles in brackets. "
+        "Launch: eager, one kernel at a time; graph, replayed as one CUDA graph."
     )
     return Table(name="steps", title="Training steps", caption=caption, columns=tuple(columns), frame=rows)
 
@@ -105,9 +104,9 @@ def kernels(frame: pd.DataFrame) -> Table:
         Column(key="share", label="of the copy rate (%)", kind="number", digits=3),
     ]
     caption = (
-        f"Routing kernels alone{_machine(frame)}. Median of the repeats, with their 20% and 80% quantiles in "
-        f"brackets; the "
-        "last column sets the bytes that a kernel must move against the copy rate of the same run, its ceiling."
+        f"Routing kernels alone{_machine(frame)}. Median of the call's repeats, with their 20% and 80% quantiles in "
+        "brackets; the last column sets the bytes that a kernel must move against the copy rate of the same call of "
+        "the benchmark, its ceiling."
     )
     return Table(name="kernels", title="Routing kernels", caption=caption, columns=tuple(columns), frame=rows)
 

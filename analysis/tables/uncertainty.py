@@ -12,6 +12,7 @@ from scaling.analysis import digits
 from scaling.analysis.laws import get_law
 from scaling.analysis.result import Interval, Result
 from scaling.analysis.tables.table import Column, Table
+from scaling.analysis.verdict import EXACT
 
 # What each kind draws, as it is told to a reader; kinds that are not here are told by their own method.
 KINDS: Final = {
@@ -43,11 +44,12 @@ def kinds(law: Result | None, speedups: Mapping[str, Result]) -> Table | None:
         Column(key="width", label="width over that of the delta method", kind="number", digits=3),
     )
     level = digits.share(float(rows[0]["level"]))
+    preferred = any(row["kind"] in (KINDS["two-level"], KINDS["parametric"]) for row in rows)
+    better = ", and the two-level and parametric ones are to be preferred" if preferred else ""
     caption = (
         f"{level} intervals of the same estimates by kind. Where they differ much, a conclusion leans on how its "
-        "uncertainty was made: with few sizes the bootstraps of runs and of rows may lose the ends of the range, and "
-        "the two-level and parametric ones are to be preferred. Amplitudes are left out: runs determine them badly, "
-        "whatever the kind."
+        f"uncertainty was made: with few sizes the bootstraps of runs and of rows may lose the ends of the "
+        f"range{better}. Amplitudes are left out: runs determine them badly, whatever the kind."
     )
     return Table(
         name="intervals", title="Kinds of interval", caption=caption, columns=columns, frame=pd.DataFrame(rows)
@@ -55,7 +57,8 @@ def kinds(law: Result | None, speedups: Mapping[str, Result]) -> Table | None:
 
 
 def _rows(label: str, name: str, result: Result) -> list[dict[str, Any]]:
-    found = {kind: made for kind, made in result.intervals.items() if name in made.low}
+    least = EXACT * abs(result.estimate.get(name, 0.0))  # what is narrower comes of errors of rounding, not of noise
+    found = {kind: made for kind, made in result.intervals.items() if name in made.low and _width(made, name) > least}
     if len(found) < 2:
         return []
     order = [kind for kind in KINDS if kind in found] + [kind for kind in found if kind not in KINDS]

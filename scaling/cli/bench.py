@@ -16,7 +16,7 @@ app = typer.Typer(help="Kernels and training steps, side by side in one run.", n
 
 # as in scaling.kernels, which would load torch; a test holds them to it
 SHAPES = ("d512", "d1024", "d1280", "d2048")
-METHODS = ("mhar", "block", "block-attnres", "attnres", "delta", "msar", "hc", "mhc")
+METHODS = ("baseline", "mhar", "block", "block-attnres", "attnres", "delta", "msar", "hc", "mhc")
 IMPLEMENTATIONS = "kernels, compiled or eager (PyTorch), fla, liger (if installed)"
 OPERATIONS = ("pull", "pull_group", "receive", "gather", "gather_group", "query_gradient", "streams", "hc", "mhc")
 
@@ -76,7 +76,9 @@ def train(
     ] = None,
     method: Annotated[
         list[str] | None,
-        typer.Option(help=f"Method beside the baseline: {', '.join(METHODS)}; may be given again. Default: all."),
+        typer.Option(
+            help=f"{', '.join(METHODS)}; may be given again. The compiled baseline is timed in any case. Default: all."
+        ),
     ] = None,
     implementation: Annotated[
         list[str] | None,

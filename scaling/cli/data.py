@@ -77,7 +77,7 @@ def prepare(
             text_suffixes=text_suffix or (),
             drop_duplicates=not duplicates,
             near_duplicates=near_duplicates,
-            workers=workers or len(os.sched_getaffinity(0)),
+            workers=len(os.sched_getaffinity(0)) if workers is None else workers,
             progress=progress,
         )
     _print(store, as_json)

@@ -49,7 +49,7 @@ def _speedup(details: Mapping[str, Any]) -> list[str]:
             _number(row["loss_baseline"], 5),
             _number(row["loss"], 5),
             _number(row["speedup"], 4),
-            f"[{_number(row['low'], 4)}, {_number(row['high'], 4)}]",
+            f"[{_number(row['low'], 4)}, {_number(row['high'], 4)}]" if _known(row["low"]) else "none",
             f"{_number(row['extrapolation_factor'])}x" if row["extrapolated"] else "no",
         ]
         for row in details["scales"]

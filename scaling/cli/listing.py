@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,6 +21,10 @@ if TYPE_CHECKING:
     from scaling.tracking.server import Command
 
 SHOWN: Final = ("run_key", "name", "sweep", "status", "steps", "tokens", "train_loss", "val_loss", "wall_time_s")
+REASON: Final = "reason"  # shown behind those where a run has one
+WIDEST: Final = 48  # characters of a text
+_NARROWEST: Final = 24  # characters of a reason, however narrow the terminal
+_PIPED_WIDTH: Final = 220  # characters of a line where the output is no terminal, as of the sweeps' tables
 
 
 @contextmanager
@@ -78,11 +84,46 @@ def listing(table: pd.DataFrame, *, sort: str, show: str | None, limit: int, as_
         if name not in table.columns:
             raise TableError(f"column {name!r} is not of the run table; {nearest(name, table.columns)}")
     rows = table.sort_values(sort.removeprefix("-"), ascending=not sort.startswith("-"), kind="stable")
-    rows = rows[names].head(limit) if limit else rows[names]
+    rows = rows.head(limit) if limit else rows
+    if not show and not as_json and rows[REASON].notna().any():
+        names.append(REASON)
+    rows = rows[names]
     if as_json:
         plain = json.loads(rows.to_json(orient="records", double_precision=15))
         return json.dumps({"n": len(rows), "runs": plain})
-    return rows.to_string(index=False, na_rep="-", max_colwidth=48) if len(rows) else "no runs"
+    if not len(rows):
+        return "no runs"
+    if len(names) > 1 and names[-1] == REASON:
+        return _with_reasons(rows.drop(columns=REASON), rows[REASON].tolist())
+    return rows.to_string(index=False, na_rep="-", max_colwidth=WIDEST)
+
+
+def _with_reasons(rows: pd.DataFrame, reasons: Sequence[str | None]) -> str:
+    """The rows as text, each with its reason behind it in what is left of the terminal's width."""
+    import pandas as pd
+
+    lines = rows.to_string(index=False, na_rep="-", max_colwidth=WIDEST).split("\n")
+    columns = shutil.get_terminal_size((_PIPED_WIDTH, 0)).columns if sys.stdout.isatty() else _PIPED_WIDTH
+    width = max(_NARROWEST, columns - len(lines[0]) - 2)
+    told = ["-" if pd.isna(reason) else brief(str(reason), width) for reason in reasons]
+    return "\n".join(f"{line}  {text}" for line, text in zip(lines, [REASON, *told], strict=True))
+
+
+def brief(reason: str, width: int) -> str:
+    """What went wrong, without what to do about it.
+
+    Where it is too long its middle is left out: the kind of error stands in front, its cause mostly at the end.
+
+    >>> brief("RecordError: end.json: cannot be written (No space left on device); free space", 80)
+    'RecordError: end.json: cannot be written (No space left on device)'
+    >>> brief("RecordError: end.json: cannot be written (No space left on device); free space", 40)
+    'RecordError: end.jso…ace left on device)'
+    """
+    text = " ".join(reason.split()).partition("; ")[0]
+    if len(text) <= width:
+        return text
+    tail = (width - 1) // 2
+    return f"{text[: width - 1 - tail]}…{text[-tail:]}"
 
 
 def start(command: Command, host: str, port: int) -> None:

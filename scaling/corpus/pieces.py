@@ -195,36 +195,42 @@ def _read_lines(piece: Piece, columns: Columns, counts: Counter[str]) -> Iterato
             continue
         except ValueError as error:
             raise DataError(
-                f"{item.path}: line {_lines_before(piece) + index + 1} is not JSON ({error}): {line[:60]!r}...; "
-                "repair or remove it"
+                f"{_line(piece, index)} is not JSON ({error}): {line[:60]!r}...; repair or remove it"
             ) from None
         if not isinstance(record, dict):
             raise DataError(
-                f"{item.path}: line {_lines_before(piece) + index + 1} holds {type(record).__name__}, not an object: "
-                f"{line[:60]!r}...; repair or remove it"
+                f"{_line(piece, index)} holds {type(record).__name__}, not an object: {line[:60]!r}...; "
+                "repair or remove it"
             )
+        problem = _problem(record, columns)
+        if problem is not None:
+            raise DataError(f"{_line(piece, index)}: {problem}, or repair or remove the line")
         yield from _record(item, record, columns, counts)
 
 
-def _lines_before(piece: Piece) -> int:
-    """Lines of the file before the piece, counted anew: only an error asks for them."""
+def _line(piece: Piece, index: int) -> str:
+    """File and number of a piece's line. Lines before the piece are counted anew: only an error asks for them."""
     count = 0
     for cut in Feed(number=0, inputs=piece.inputs).pieces():
         if cut.name.rpartition("-")[2] == piece.name.rpartition("-")[2]:
             break
         count += _bytes_of(cut).count(b"\n")
-    return count
+    return f"{piece.inputs[0].path}: line {count + index + 1}"
+
+
+def _problem(record: dict[str, Any], columns: Columns) -> str | None:
+    """Why a record cannot be read, and what to do."""
+    for wanted in (columns.text, columns.source):
+        if wanted is not None and wanted not in record:
+            return _missing(wanted, list(record), wanted == columns.text)
+    text = record[columns.text]
+    if text is not None and not isinstance(text, str):
+        return f"column {columns.text!r} holds {type(text).__name__}, not text; name another column with --text-column"
+    return None
 
 
 def _record(item: Input, record: dict[str, Any], columns: Columns, counts: Counter[str]) -> Iterator[Document]:
-    for wanted in (columns.text, columns.source):
-        if wanted is not None and wanted not in record:
-            raise _missing(item.path, wanted, list(record), wanted == columns.text)
     text = record[columns.text]
-    if text is not None and not isinstance(text, str):
-        raise DataError(
-            f"{item.path}: column {columns.text!r} holds {type(text).__name__}, not text; name another column"
-        )
     if text is None or not text.strip():
         counts[EMPTY] += 1
         return
@@ -233,9 +239,9 @@ def _record(item: Input, record: dict[str, Any], columns: Columns, counts: Count
     yield Document(text, item.source if source is None else str(source))
 
 
-def _missing(path: Path, wanted: str, there: Sequence[str], is_text: bool) -> DataError:
+def _missing(wanted: str, there: Sequence[str], is_text: bool) -> str:
     option = "--text-column" if is_text else "--source-column"
-    return DataError(f"{path}: no column {wanted!r}; it has {', '.join(map(repr, there))}; name one with {option}")
+    return f"no column {wanted!r}; it has {', '.join(map(repr, there)) or 'none'}; name one with {option}"
 
 
 def _parquet(path: Path) -> Any:
@@ -255,12 +261,15 @@ def _read_parquet(item: Input, row_group: int, columns: Columns, counts: Counter
     names = file.schema_arrow.names
     for wanted in (columns.text, columns.source):
         if wanted is not None and wanted not in names:
-            raise _missing(item.path, wanted, names, wanted == columns.text)
+            raise DataError(f"{item.path}: {_missing(wanted, names, wanted == columns.text)}")
     source = columns.source or "source"
     wanted_columns = [name for name in dict.fromkeys((columns.text, source)) if name in names]
     try:
         for rows in file.iter_batches(batch_size=_ROWS, row_groups=[row_group], columns=wanted_columns):
             for record in rows.to_pylist():
+                problem = _problem(record, columns)  # of the whole column, which has one type
+                if problem is not None:
+                    raise DataError(f"{item.path}: {problem}")
                 yield from _record(item, record, columns, counts)
     except UnicodeDecodeError:
         raise DataError(f"{item.path}: column {columns.text!r} is not UTF-8 in row group {row_group}") from None

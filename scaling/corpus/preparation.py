@@ -8,15 +8,12 @@ could not use it.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
-import logging
 import os
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -30,10 +27,9 @@ from scaling.corpus.shards import SHARD_BYTES, Folder, batches, write_through
 from scaling.corpus.tokenizer import BYTES, ByteEncoder, Encoder, load_tokenizer, train_bpe
 from scaling.corpus.training_sample import sample_texts
 from scaling.corpus.workers import Task, tokenize
-from scaling.errors import DataError, DataUnavailable, ScalingError, UsageError
+from scaling.corpus.workplace import work_folder
+from scaling.errors import DataError, UsageError
 from scaling.tokens import META, VERSION, TokenStore, read_meta
-
-logger = logging.getLogger(__name__)
 
 BPE_SAMPLE_BYTES: Final = 256 * 2**20  # of text that an own tokenizer is trained on
 
@@ -62,6 +58,11 @@ class Options:
             raise UsageError("near_duplicates: near duplicates cannot be dropped while exact ones are kept")
         if self.tokenizer is not None and self.vocab_size is not None:
             raise UsageError("vocab_size and tokenizer: give one of them; a tokenizer brings its own vocabulary")
+        if self.end_of_document is not None and self.tokenizer is None:
+            raise UsageError(
+                f"end_of_document={self.end_of_document!r} is a token of a given tokenizer; give tokenizer too, or "
+                "leave it out: bytes and an own BPE have their own"
+            )
         if self.vocab_size is not None and self.vocab_size < BYTES + 1:
             raise UsageError(f"vocab_size={self.vocab_size}: a byte-level vocabulary needs at least {BYTES + 1}")
 
@@ -128,6 +129,8 @@ def prepare(
         near_duplicates=near_duplicates,
         bpe_sample_bytes=bpe_sample_bytes,
     )
+    if workers < 1:
+        raise UsageError(f"workers={workers}: at least one process is needed; give 1 or more")
     target = Path(out)
     arguments, documents = _sorted_out(sources)
     inputs, passed_over = find_inputs(arguments, text_suffixes)
@@ -145,7 +148,7 @@ def prepare(
     work = target.with_name(f"{target.name}.partial")
     cuts: list[Feed | list[Piece]] = [*feeds(inputs)] if inputs else [_held_pieces(documents)]
     try:
-        with _work_folder(work, request), _removed_if_refused(work):
+        with work_folder(work, request):
             _build(cuts, inputs, documents, work, options, passed_over, request, workers, progress)
             if target.exists():
                 target.rmdir()
@@ -263,38 +266,3 @@ def _content(path: Path) -> bytes:
         return path.read_bytes()
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror}); give a tokenizer.json") from None
-
-
-@contextmanager
-def _work_folder(work: Path, request: str) -> Iterator[None]:
-    """The folder for work in progress, held by this process alone, emptied where it is of another request."""
-    work.mkdir(parents=True, exist_ok=True)
-    with (work / "lock").open("a") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise DataError(f"{work}: another process is preparing this store; wait for it to end") from None
-        note = work / "request"
-        if not note.exists() or note.read_text(encoding="ascii") != request:
-            if note.exists():
-                logger.warning("%s: of other inputs or options; starting afresh", work)
-            for path in work.iterdir():
-                if path.is_dir():
-                    shutil.rmtree(path)
-                elif path.name != "lock":
-                    path.unlink()
-            (work / "shards").mkdir()
-            write_through(note, request.encode("ascii"))
-        yield
-
-
-@contextmanager
-def _removed_if_refused(work: Path) -> Iterator[None]:
-    """Within, an error that only other inputs or options can mend takes the work in progress away."""
-    try:
-        yield
-    except DataUnavailable:
-        raise  # the same call may succeed, and then goes on
-    except ScalingError:
-        shutil.rmtree(work, ignore_errors=True)
-        raise

@@ -1,5 +1,8 @@
 """Where a run stands: its end record, else Slurm, else its process, else *unknown*; so that no dead run stays RUNNING.
 
+A process that was asked to leave, by a person or by Slurm, releases its lease: its run is cancelled. One that is gone
+without having released it was killed or crashed: its run has failed.
+
 Beside ``conventions`` in the flow. Slurm is asked through a callable that the caller gives, since the queue's owner is
 ``sweeps``.
 """
@@ -68,18 +71,19 @@ def _of_process(folder: RunFolder, last: Attempt) -> Standing:
         except (OSError, ValueError, AttributeError):
             released, silent_s = False, 0.0
         if released:
-            return _gone(folder, f"process {last.pid} on {last.host} left without an end record")
+            reason = f"process {last.pid} on {last.host} left without an end record"
+            return Standing(status="cancelled", reason=reason, ended_ms=_last_write_ms(folder))
         if silent_s > SILENT_S:
-            return _gone(folder, f"process {last.pid} on {last.host} gave no sign of life for {silent_s / 60:.0f} min")
+            return _died(folder, f"process {last.pid} on {last.host} gave no sign of life for {silent_s / 60:.0f} min")
     if last.host == socket.gethostname() and not _alive(last):
-        return _gone(folder, f"process {last.pid} on {last.host} is gone")
+        return _died(folder, f"process {last.pid} on {last.host} was killed or crashed: gone without an end record")
     if newest is None and last.host != socket.gethostname():
         return Standing(status="unknown", reason=f"process {last.pid} on {last.host} cannot be asked from here")
     return Standing(status="running")
 
 
-def _gone(folder: RunFolder, reason: str) -> Standing:
-    return Standing(status="cancelled", reason=reason, ended_ms=_last_write_ms(folder))
+def _died(folder: RunFolder, reason: str) -> Standing:
+    return Standing(status="failed", reason=reason, ended_ms=_last_write_ms(folder))
 
 
 def _alive(attempt: Attempt) -> bool:

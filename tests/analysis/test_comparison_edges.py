@@ -16,9 +16,11 @@ from scaling.analysis.envelope import best_settings, envelope_frontier
 from scaling.analysis.heads import head_optimum, learning_rate_robustness, width_contrast
 from scaling.analysis.items import compare_items, difference_interval
 from scaling.analysis.power import Design, detectable, precision, simulated_power
+from scaling.analysis.readings import read_deltas
 from scaling.analysis.result import Result
 from scaling.analysis.seeds import compare_seeds
 from scaling.analysis.speedup import compare_speedup
+from scaling.cli.judging import describe
 from scaling.errors import FitError, TableError, UsageError
 from tests.analysis.synthetic import sweep
 
@@ -47,12 +49,76 @@ def test_seeds_that_change_nothing_are_no_noise(decimals: int) -> None:
     assert compare_seeds(equal, baseline="baseline", noise_sd=0.002)["new"].interval is not None
 
 
+def test_equal_losses_have_no_correlation_no_signs_and_no_test() -> None:
+    """What varies among them are errors of rounding, and copies of one pair are one pair."""
+    result = compare_seeds(table(sd=0.0), baseline="baseline")["new"]
+    assert {"pairing-not-used", "unequal-variances"} & codes(result) == set()
+    details = result.details
+    assert np.isnan(details["pairing"]["rho"]) and np.isnan(details["sign_flip"]["p"])
+    assert not details["mixed_model"]["fitted"] and "differ by one amount" in details["mixed_model"]["reason"]
+    assert all(row["paired"] is row["unpaired"] is row["pooled"] is None for row in details["scales"])
+    text = describe(result)
+    assert " t over all scales" not in text and "t interval" not in text and "unpaired test is used" not in text
+    assert np.isnan(compare_speedup(table(sd=0.0), baseline="baseline", draws=0)["new"].details["pairing"]["rho"])
+
+
+def message(result: Result, code: str) -> str:
+    (found,) = (w.message for w in result.warnings if w.code == code)
+    assert "\n" not in found
+    return found
+
+
+def test_a_seed_that_was_run_twice_is_told() -> None:
+    """As repeats, or as settings that are mixed; of another method it does not matter."""
+    runs = table(speedups={"new": 1.25, "other": 1.1}).assign(lr=1e-3)
+    twice = runs[(runs["method"] == "new") & runs["size"].isin(["s0", "s2"]) & (runs["seed"] == 1)]
+    repeats = pd.concat([runs, twice.assign(loss=twice["loss"] + 1e-3)])
+    found = compare_seeds(repeats, baseline="baseline")
+    end = ": each counts in the means, none is paired; keep one of them with --where"
+    assert message(found["new"], "repeated-seeds") == (
+        f"2 runs of new at s0 share seed 1 and one configuration (and 1 more such){end}"
+    )
+    assert "repeated-seeds" not in codes(found["other"])
+    mixed = pd.concat([runs, twice.assign(loss=twice["loss"] + 1e-3, lr=2e-3)])
+    text = message(compare_seeds(mixed, baseline="baseline")["new"], "repeated-seeds")
+    assert text == f"2 runs of new at s0 share seed 1 but differ in lr (and 1 more such){end}"
+    for whole in (runs, repeats.drop(columns="seed"), repeats.assign(seed=np.nan)):
+        assert "repeated-seeds" not in codes(compare_seeds(whole, baseline="baseline")["new"])
+
+
+def test_one_run_in_both_arms_is_told() -> None:
+    runs = table()
+    same = (runs["method"] == "new") & runs["size"].isin(["s1", "s3"]) & (runs["seed"] != 0)
+    base = runs[runs["method"] == "baseline"].set_index(["size", "seed"])["loss"]
+    runs.loc[same, "loss"] = [base[key] for key in zip(runs[same]["size"], runs[same]["seed"], strict=True)]
+    text = message(compare_seeds(runs, baseline="baseline")["new"], "same-runs")
+    assert text.startswith(
+        "new and baseline have equal losses at s1 (seed 1, 2), s3 (seed 1, 2): one configuration under two names"
+    )
+    assert "same-runs" not in codes(compare_seeds(table(), baseline="baseline")["new"])
+
+
+def test_one_scale_of_equal_pairs_has_no_interval_of_its_own() -> None:
+    """The others have theirs; an interval of width 0 would decide that scale."""
+    paired = table(rho=0.95)
+    first = (paired["size"] == "s0") & (paired["method"] == "new")
+    same = paired[(paired["size"] == "s0") & (paired["method"] == "baseline")]["loss"].to_numpy() - 0.1
+    paired.loc[first, "loss"] = same
+    result = compare_seeds(paired, baseline="baseline", pairing="paired")["new"]
+    assert result.interval is not None and set(result.interval.low) == {"delta", *(f"delta[s{k}]" for k in range(1, 5))}
+    text = next(w.message for w in result.warnings if w.code == "identical-losses")
+    assert text.startswith("at s0 pairs of one seed all differ by the same amount")
+    delta = next(delta for delta in read_deltas("new", result) if delta.size == "s0")
+    assert delta.low is None and delta.p is None and delta.verdict == "undecided" and "same amount" in delta.why
+
+
 def test_pairs_that_differ_by_a_constant_are_no_certainty() -> None:
     shifted = table(speedups={}).assign(method="baseline")
     both = pd.concat([shifted, shifted.assign(method="new", loss=shifted["loss"] - 0.5)])
     result = compare_seeds(both, baseline="baseline")["new"]
     assert result.estimate["delta"] == pytest.approx(-0.5) and result.interval is None
-    assert "identical-losses" in codes(result)
+    text = next(w.message for w in result.warnings if w.code == "identical-losses")
+    assert text.startswith("pairs of one seed all differ by the same amount")
 
 
 def test_a_method_is_not_compared_with_itself() -> None:

@@ -10,8 +10,9 @@ import pandas as pd
 import pytest
 from scipy import stats
 
+from scaling.analysis.cautions import CORRELATED
 from scaling.analysis.cells import OPPOSED
-from scaling.analysis.seeds import CORRELATED, compare_seeds
+from scaling.analysis.seeds import compare_seeds
 from scaling.analysis.speedup import compare_speedup
 from tests.analysis.many_sweeps import SD, TRUTH, draw_sweeps, intervals_of_many
 from tests.analysis.synthetic import sweep

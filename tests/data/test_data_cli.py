@@ -44,5 +44,10 @@ def test_errors_are_one_line_and_status_1(tmp_path: Path) -> None:
         assert out.stderr.startswith("error: ") and out.stderr.count("\n") == 1
 
 
-def test_wrong_use_is_status_2(tmp_path: Path) -> None:
+def test_wrong_use_is_status_2(corpus: Path, tmp_path: Path) -> None:
     assert scaling("data", "prepare", "x").returncode == 2
+    for wrong in (("--workers", "0"), ("--end-of-document", "<eos>")):
+        out = scaling("data", "prepare", corpus, "--out", tmp_path / "s", *wrong)
+        assert out.returncode == 2 and out.stdout == ""
+        assert out.stderr.startswith("error: ") and out.stderr.count("\n") == 1
+    assert not list(tmp_path.iterdir())

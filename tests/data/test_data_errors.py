@@ -60,7 +60,15 @@ def test_damage_is_named_also_from_a_worker(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ending", ["", ".gz"])
-@pytest.mark.parametrize(("bad", "what"), [("{", "is not JSON"), ("[1]", "holds list, not an object")])
+@pytest.mark.parametrize(
+    ("bad", "what"),
+    [
+        ("{", "is not JSON"),
+        ("[1]", "holds list, not an object"),
+        ('{"content": 1}', r"no column 'text'; it has 'content'; name one with --text-column, or"),
+        ('{"text": 1}', r"column 'text' holds int, not text; name another column with --text-column, or"),
+    ],
+)
 def test_a_bad_line_is_named_by_number(
     tmp_path: Path, ending: str, bad: str, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -71,8 +79,9 @@ def test_a_bad_line_is_named_by_number(
     path = tmp_path / f"bad.jsonl{ending}"
     text = "\n".join(lines).encode()
     path.write_bytes(PACK["gz"](text) if ending else text)
-    with pytest.raises(DataError, match=rf"bad\.jsonl{ending}: line 17 {what}.*; repair or remove it"):
+    with pytest.raises(DataError, match=rf"bad\.jsonl{ending}: line 17:? ?{what}.* repair or remove ") as caught:
         prepare([path], tmp_path / "s")
+    one_line(caught)
 
 
 @pytest.mark.parametrize("form", ["jsonl", "parquet"])
@@ -148,6 +157,13 @@ def test_options_that_contradict(tmp_path: Path) -> None:
         prepare(document, tmp_path / "s", near_duplicates=0.3)
     with pytest.raises(UsageError, match="near duplicates cannot be dropped while exact ones are kept"):
         prepare(document, tmp_path / "s", near_duplicates=0.8, drop_duplicates=False)
+    for vocab_size in (None, 300):
+        with pytest.raises(UsageError, match=r"end_of_document='<eos>' is a token of a given tokenizer; give"):
+            prepare(document, tmp_path / "s", vocab_size=vocab_size, end_of_document="<eos>")
+    for workers in (0, -1):
+        with pytest.raises(UsageError, match=rf"workers={workers}: at least one process is needed; give 1 or more"):
+            prepare(document, tmp_path / "s", workers=workers)
+    assert not list(tmp_path.iterdir())
 
 
 def test_another_store_or_folder_is_never_overwritten(tmp_path: Path, make_documents: Make) -> None:
@@ -228,6 +244,17 @@ def test_a_refusal_leaves_nothing_behind(tmp_path: Path, workers: int) -> None:
     assert sorted(tmp_path.iterdir()) == before
     (tmp_path / "b.jsonl").write_text("".join(lines))
     assert prepare(sources, tmp_path / "s", **options).meta.num_documents == 80  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("there", ["", "new"])
+def test_a_refusal_leaves_no_folders_that_were_made_for_it(tmp_path: Path, there: str) -> None:
+    """Those that were there before stay, empty as they may be."""
+    (tmp_path / "bad.jsonl").write_text("{broken\n")
+    (tmp_path / there).mkdir(exist_ok=True)
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(DataError, match="line 1 is not JSON"):
+        prepare([tmp_path / "bad.jsonl"], tmp_path / "new" / "stores" / "s")
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_what_was_tokenized_stays_where_the_same_call_may_succeed(

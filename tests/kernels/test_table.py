@@ -117,10 +117,16 @@ def test_the_committed_kernels_are_all_and_share_a_copy_rate_by_shape() -> None:
 
 
 def test_help_names_what_there_is() -> None:
-    assert {*bench.METHODS, "baseline"} == set(METHODS) and len(set(bench.METHODS)) == len(bench.METHODS)
+    assert set(bench.METHODS) == set(METHODS) and len(set(bench.METHODS)) == len(bench.METHODS)
     assert bench.SHAPES == tuple(shape.name for shape in SHAPES)
     assert bench.OPERATIONS == OPERATIONS
     assert all(name in bench.IMPLEMENTATIONS for name in IMPLEMENTATIONS)
+
+
+def test_help_of_the_methods_names_the_baseline(scaling: Scaling) -> None:
+    status, out, _ = scaling("bench", "train", "--help")
+    told = " ".join(out.partition("--method")[2].partition("--implementation")[0].split())
+    assert status == 0 and f"{', '.join(bench.METHODS)}; may be given again." in told and " baseline, " in told
 
 
 def test_rows_of_steps_are_kept_and_printed_as_they_are_measured(

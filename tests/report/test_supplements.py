@@ -16,7 +16,7 @@ from scaling.analysis import catalog
 from scaling.analysis.figures import style
 from scaling.analysis.findings import Findings
 from scaling.analysis.supplements import Supplements, collect, read_probe
-from scaling.analysis.tables import beside, render, scores
+from scaling.analysis.tables import beside, costs, render, scores
 from scaling.errors import TableError, UsageError
 from scaling.record import PROBE
 from tests.conftest import ROOT
@@ -100,6 +100,13 @@ def test_timings_come_from_what_the_benchmarks_print(found: Findings, tmp_path: 
     assert len(steps.frame) == len(measured)
     base = steps.frame[steps.frame["method"] == "baseline"]
     assert base["ratio"].tolist() == [1.0] * len(base)
+    assert [column.key for column in steps.columns][2:5] == ["method", "implementation", "pass"]
+    shown = {cells[3].text for cells in steps.rows()}
+    assert shown == set(measured["implementation"]) and {"kernels", "compiled"} <= shown
+    assert "timed in the same call of the benchmark (" in steps.caption
+    assert "copy rate of the same call of the benchmark" in kernels.caption
+    assert not any(" run" in caption for caption in (steps.caption, kernels.caption)), "a call of it is no run"
+    assert "same call of the benchmark" in catalog.picture(found, "kernels").caption
     bars = catalog.picture(found, "steps")
     assert set(bars.data["launch"]) == {"graph"} and "Dashed: the compiled pre-norm baseline" in bars.caption
     assert list(dict.fromkeys(bars.data["shape"])) == ["d512", "d1024", "d1280", "d2048"]
@@ -110,6 +117,8 @@ def test_timings_come_from_what_the_benchmarks_print(found: Findings, tmp_path: 
         for name in ("steps", "kernels"):
             for width in (style.WIDE_IN, style.NARROW_IN):
                 catalog.picture(found, name).draw(width).draw_without_rendering()
+    without = costs.steps(measured.drop(columns="implementation"))  # a table of an earlier version
+    assert [column.key for column in without.columns][2:4] == ["method", "pass"]
     (tmp_path / "other.csv").write_text("a,b\n1,2\n")
     with pytest.raises(TableError, match=r"other.csv: neither timings of steps .* nor of kernels .*; it has: a, b"):
         collect(benches=[str(tmp_path / "other.csv")])

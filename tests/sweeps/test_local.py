@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -44,6 +45,26 @@ def test_every_run_ends_whatever_its_neighbours_do(make: Any, toy: Any) -> None:
     assert log.error == "RuntimeError: the toy broke" and "toy run" in log.tail(100)
     again = run_local(planned, workers=2, trainer=TOY)
     assert len(again.already) == 6 and not again.outcomes
+
+
+@pytest.mark.parametrize("debug", [False, True])
+def test_what_a_user_can_cause_is_one_line_of_the_log(
+    debug: bool, make: Any, toy: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Such as a process that was lost; its traceback only where debugging was asked for."""
+    planned = make()
+    toy(**{planned.runs[0].label: "lost"})
+    with caplog.at_level(logging.DEBUG if debug else logging.INFO):
+        assert run_local(planned, trainer=TOY).count("failed") == 1
+    now = status(planned)
+    log = log_of(planned, now.runs[0])
+    lines = log.tail(100).splitlines()
+    assert now.runs[0].state.reason == "rank 0 of 2 ends: another process of the run was lost"
+    assert log.error == f"error: {now.runs[0].state.reason}" and log.error in lines
+    if debug:
+        assert "Traceback (most recent call last):" in lines and "RuntimeError: gloo" in lines
+    else:
+        assert [line for line in lines if not line.startswith("toy run")] == [log.error]
 
 
 def test_retry_goes_on_and_keeps_the_history(make: Any, toy: Any) -> None:

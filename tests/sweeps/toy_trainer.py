@@ -1,6 +1,7 @@
 """A stand-in for the trainer: keeps the run folder's contract and costs milliseconds.
 
-Its behaviour is chosen by ``TOY`` in the environment, a mapping of labels to crash, kill, diverge, oom, slow or stuck.
+Its behaviour is chosen by ``TOY`` in the environment, a mapping of labels to crash, lost, kill, diverge, oom, slow or
+stuck.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from scaling.config.tree import RunConfig
+from scaling.errors import ProcessLost
 from scaling.identity import label
 from scaling.lease import Lease
 from scaling.record import Attempt, EndRecord, RunFolder, append_line, now_ms
@@ -48,6 +50,8 @@ def train(config: RunConfig, *, out: Path, progress: Any = None) -> EndRecord | 
         for step in range(first + 1, config.schedule.steps + 1):
             if mood == "crash" and step == 2:
                 raise RuntimeError("the toy broke")
+            if mood == "lost" and step == 2:
+                raise ProcessLost("rank 0 of 2 ends: another process of the run was lost") from RuntimeError("gloo")
             if mood == "oom" and step == 2:
                 raise MemoryError
             if mood == "kill" and step == 2 and number == 1:

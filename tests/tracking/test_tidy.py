@@ -12,7 +12,7 @@ from scaling.analysis.schema import COLUMNS
 from scaling.errors import StoreError, TableError
 from scaling.record import RunFolder
 from scaling.tracking import sync
-from tests.tracking.folders import make_config, make_run
+from tests.tracking.folders import begin, finish, make_config, make_run
 
 
 def test_folders_and_database_give_the_same(both: tuple[Path, str]) -> None:
@@ -36,6 +36,23 @@ def test_a_diverged_run_is_nan_and_never_the_best(both: tuple[Path, str]) -> Non
         assert histories is not None
         assert histories.loc[histories["metric"] == "mem/x", "value"].tolist() == [float("inf")]
         assert histories["value"].isna().sum() == 1
+
+
+def test_the_reason_of_a_run_is_a_column(tmp_path: Path) -> None:
+    """From folders and from a store, in which a reason that is none any more is an empty tag."""
+    out, store = tmp_path / "runs", f"sqlite:///{tmp_path}/mlflow.db"
+    folder = make_run(out, status="failed", seed=1)
+    make_run(out, seed=2)
+    sync(out, store_uri=store)
+    for source in (out, store):
+        told = read_runs(source, keep=["all"]).table.set_index("seed")["reason"]
+        assert told[1] == "failed for a test" and pd.isna(told[2])
+    folder.reopen()
+    begin(folder, attempt=2)
+    finish(folder, attempt=2)
+    sync(out, store_uri=store)
+    for source in (out, store):
+        assert read_runs(source, keep=["all"]).table["reason"].isna().all()
 
 
 def test_unusable_runs_are_dropped_with_reasons(both: tuple[Path, str]) -> None:

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from scaling import checkpoint, ending
 from scaling.checkpoint import Checkpoints
 from scaling.config.tree import RunConfig
-from scaling.errors import CheckpointError, RecordError
+from scaling.errors import CheckpointError, ProcessLost, RecordError
 from scaling.identity import run_key
 from scaling.loop import Loop
 from scaling.record import RunFolder
@@ -169,10 +169,92 @@ def test_a_short_run_saves_nothing(
     assert train(make_config(store), out=tmp_path).status == "done"
 
 
-def test_where_nothing_fits_the_line_says_where_it_goes_on(
-    store: Path, make_config: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("weights_fit", [True, False])
+def test_a_permanent_checkpoint_of_the_end_is_written_once_there_is_room(
+    weights_fit: bool,
+    store: Path,
+    make_config: Make,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    config = make_config(store, run={"checkpoint_every_steps": 5})
+    """The disk has room for one checkpoint of the end only when those that nobody needs any more are gone."""
+    config = make_config(store, run={"checkpoint_every_steps": 4, "permanent_every_steps": 12, "keep_checkpoints": 1})
+    place = folder_of(config, tmp_path).path / "checkpoints"
+    written = checkpoint._write_record
+
+    def write_record(path: Path, record: dict[str, Any]) -> None:
+        if record["step"] == 12 and list(place.glob("step-*")):
+            raise FULL
+        written(path, record)
+
+    monkeypatch.setattr(checkpoint, "_write_record", write_record)
+    full_disk(monkeypatch, times=0 if weights_fit else 99)
+    if weights_fit:
+        train(config, out=tmp_path)
+        assert "step-00000012: checkpoint not written (No space left on device)" in caplog.text
+    else:
+        with pytest.raises(CheckpointError, match=r"it goes on from its last checkpoint, of step 8$"):
+            train(config, out=tmp_path)
+        monkeypatch.undo()
+        train(config, out=tmp_path)
+    end = folder_of(config, tmp_path).end()
+    assert end is not None and end.status == "done" and (place / "final" / "model.safetensors").exists()
+    assert [path.name for path in place.glob("step-*")] == ["step-00000012"]
+    assert checkpoint.damage(place / "step-00000012") is None and checkpoint._is_permanent(place / "step-00000012")
+
+
+def test_the_state_at_the_end_is_permanent_where_that_is_due(store: Path, make_config: Make, tmp_path: Path) -> None:
+    """Saved because the weights do not fit, it stays when the next start has written them."""
+    config = make_config(store, run={"permanent_every_steps": 12})
+    place = folder_of(config, tmp_path).path / "checkpoints"
+    with pytest.MonkeyPatch.context() as patch:
+        written = checkpoint._write_record
+        left = [FULL]
+
+        def write_record(path: Path, record: dict[str, Any]) -> None:
+            if left:
+                raise left.pop()
+            written(path, record)
+
+        patch.setattr(checkpoint, "_write_record", write_record)
+        full_disk(patch, times=99)
+        with pytest.raises(CheckpointError, match=SAVED):
+            train(config, out=tmp_path)
+    train(config, out=tmp_path)
+    assert [path.name for path in place.glob("step-*")] == ["step-00000012"]
+
+
+def test_a_process_lost_after_the_end_leaves_the_end_as_it_is(
+    store: Path, make_config: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_config(store)
+
+    def lost(*_: object) -> None:
+        raise ProcessLost("rank 0 of 2 ends")
+
+    monkeypatch.setattr("scaling.train.leave_permanent", lost)
+    with pytest.raises(ProcessLost):
+        train(config, out=tmp_path)
+    end = folder_of(config, tmp_path).end()
+    assert end is not None and end.status == "done"
+
+
+@pytest.mark.parametrize(("every", "words", "resumed"), [
+    (5, r"it goes on from its last checkpoint, of step 10", 10),
+    (None, r"it starts over, since no checkpoint was saved yet \(run.checkpoint_every_minutes\)", 0),
+])  # fmt: skip
+def test_where_nothing_fits_the_line_says_where_it_goes_on(
+    every: int | None,
+    words: str,
+    resumed: int,
+    store: Path,
+    make_config: Make,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    config = make_config(store, run={"checkpoint_every_steps": every})
     written = checkpoint._write_record
 
     def write_record(path: Path, record: dict[str, Any]) -> None:
@@ -182,10 +264,10 @@ def test_where_nothing_fits_the_line_says_where_it_goes_on(
 
     monkeypatch.setattr(checkpoint, "_write_record", write_record)
     full_disk(monkeypatch, times=99)
-    with pytest.raises(CheckpointError, match=r"free space and run again: it goes on from its last checkpoint$"):
+    with pytest.raises(CheckpointError, match=rf"free space and run again: {words}$"):
         train(config, out=tmp_path)
     assert "step-00000012: checkpoint not written (No space left on device)" in caplog.text
     assert "training goes on" not in caplog.text
     monkeypatch.undo()
     assert train(config, out=tmp_path).status == "done"
-    assert [attempt.resumed_from_step for attempt in folder_of(config, tmp_path).attempts()] == [0, 10]
+    assert [attempt.resumed_from_step for attempt in folder_of(config, tmp_path).attempts()] == [0, resumed]
