@@ -12,7 +12,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from scaling.kernels.gather import gather
-from scaling.kernels.gather_group import gather_group, query_gradient
+from scaling.kernels.gather_group import gather_group
+from scaling.kernels.query_gradient import query_gradient
 from scaling.kernels.schedule import MAX_GROUP_SITES, MAX_GROUP_SOURCES, Ledger
 
 

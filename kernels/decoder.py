@@ -5,8 +5,8 @@ Self-contained, because ``kernels`` comes before ``models`` in the flow; sizes a
 residual addition, the norm, the projections and SDPA, and a loss that never holds the logits of more than a chunk of
 tokens. (Queries, keys and values as one product, gate and up as one, measured slower: NOTES.md.) Every contender uses
 the same regions; :mod:`scaling.kernels.joining` has what is between them. Input gradients of the maps of one input are
-added up inside the products (:mod:`scaling.kernels.products`) or by the compiler, each method as measured fastest for it:
-where a compiled norm can take the sum, feed-forwards inside, attention by the compiler.
+added up inside the products (:mod:`scaling.kernels.products`) or by the compiler, each method as measured fastest for
+it: where a compiled norm can take the sum, feed-forwards inside, attention by the compiler.
 
 Shape legend: B batch, T time, D width, S sites, V vocabulary.
 """

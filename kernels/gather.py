@@ -2,8 +2,8 @@
 
 Backward reaches the producer of source i only after all sites that read it, so all their output gradients ``G_s``
 (:mod:`scaling.kernels.receive`) are known when ``dv_i`` is needed (reference.route_gradients has the sums):
-:func:`gather` finishes one source with the sites inside its group. What sites outside the group contribute, and the
-queries' gradients, are in :mod:`scaling.kernels.gather_group`.
+:func:`gather` finishes one source with the sites inside its group. What sites outside the group contribute is in
+:mod:`scaling.kernels.gather_group`, the queries' gradients are in :mod:`scaling.kernels.query_gradient`.
 
 Shape legend: N rows, S sites, T tokens, D width, H heads, C = D / H, M sites of a group.
 """

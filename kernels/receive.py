@@ -21,8 +21,8 @@ from scaling.kernels.tile import narrow
 
 _TILE = 256  # values of a token in a tile: eight for each lane of a warp, loads of 16 bytes in 16 bits
 _MAX_TILES = 16  # of a row: loops over them are unrolled
-_PROGRAMS = 528  # four for each of an H200's 132 multiprocessors
-_ROWS = 1024  # programs whose parts are summed at a time: all, so that their loads are in flight together
+_MULTIPROCESSORS = 132  # of an H200
+_ROWS = 1024  # programs whose parts are summed at a time, their loads in flight together
 
 
 @triton.jit
@@ -137,7 +137,8 @@ def receive(
     """
     num_tokens, width = incoming_TD.shape
     sides = receive_sides(width, delta_TH.shape[-1])
-    span = triton.cdiv(num_tokens, _PROGRAMS)
+    # of narrow rows twice as many are in flight: 0.039 -> 0.033 ms at d512; wider ones get slower by it
+    span = triton.cdiv(num_tokens, _MULTIPROCESSORS * (8 if width <= 512 else 4))
     programs = triton.cdiv(num_tokens, span)
     partial_PD = None if gain_D is None else delta_TH.new_empty((programs, width))
     _receive_kernel[(programs,)](

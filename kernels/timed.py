@@ -16,7 +16,7 @@ import torch
 
 from scaling.kernels.decoder import Shape
 from scaling.kernels.gather import gather
-from scaling.kernels.gather_group import gather_group, query_gradient
+from scaling.kernels.gather_group import gather_group
 from scaling.kernels.hyper import Rule
 from scaling.kernels.hyper_backward import step_gradients
 from scaling.kernels.hyper_coefficients import coefficients
@@ -27,6 +27,7 @@ from scaling.kernels.hyper_spread import spread as spread_hyper
 from scaling.kernels.hyper_tokens import read, weigh, write
 from scaling.kernels.pull import pull
 from scaling.kernels.pull_group import pull_group
+from scaling.kernels.query_gradient import query_gradient
 from scaling.kernels.receive import receive
 from scaling.kernels.timed_streams import stream_cases
 

@@ -135,6 +135,8 @@ def test_kernels_run_where_they_should(device: torch.device) -> None:
     [
         dict(tokens=3, width=32, heads=2, sites=5, normed=True),
         dict(tokens=1, width=320, heads=2, sites=3),  # 160 columns a head: no power of two
+        dict(tokens=2, width=160, heads=1, sites=33),  # and two pieces of sites in a group's gather
+        dict(tokens=2, width=32, heads=2, sites=49),  # three
         dict(tokens=2, width=48, heads=3, sites=4, group=1),  # heads no power of two
         dict(tokens=2, width=32, heads=1, sites=5, group=3),
         dict(tokens=2, width=16, heads=1, sites=1),
