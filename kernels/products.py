@@ -19,12 +19,13 @@ from torch.nn import functional as F
 def products(x_BD: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
     """Return ``x @ weight.T`` for every weight ``(F, D)``, as :func:`torch.nn.functional.linear` does.
 
-    Under autocast in its dtype. The input's gradient is rounded once a product, and not again for their sum.
+    Under autocast in its dtype, float64 as it is. The input's gradient is rounded once a product, and not again for
+    their sum.
     """
     kind = x_BD.device.type
     if torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
-        x_BD, weights = x_BD.to(dtype), tuple(weight.to(dtype) for weight in weights)
+        x_BD, *weights = (value if value.dtype == torch.float64 else value.to(dtype) for value in (x_BD, *weights))
     return tuple(torch.ops.isoloss.products(x_BD, list(weights)))
 
 
@@ -56,15 +57,19 @@ def _input_gradient_fake(gradients: list[Tensor], weights: list[Tensor]) -> Tens
 def _setup(ctx: Any, inputs: tuple[Tensor, list[Tensor]], output: list[Tensor]) -> None:
     x_BD, weights = inputs
     ctx.save_for_backward(x_BD, *weights)
+    ctx.set_materialize_grads(False)  # the weight of an output that nobody uses has no gradient
 
 
-def _backward(ctx: Any, gradients: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+def _backward(ctx: Any, gradients: list[Tensor | None]) -> tuple[Tensor | None, list[Tensor | None]]:
     x_BD, *weights = ctx.saved_tensors
-    x_RD = x_BD.flatten(0, -2)
-    gradients = [gradient.flatten(0, -2) for gradient in gradients]
+    x_RD = x_BD.reshape(-1, x_BD.shape[-1])
+    rows = [None if gradient is None else gradient.reshape(-1, gradient.shape[-1]) for gradient in gradients]
     # The weights' first: a gradient that an operator it does not know meets first, the compiler writes twice.
-    weight_gradients = [gradient_RF.t() @ x_RD for gradient_RF in gradients]
-    input_gradient_RD = torch.ops.isoloss.input_gradient(gradients, weights)
+    weight_gradients = [None if gradient_RF is None else gradient_RF.t() @ x_RD for gradient_RF in rows]
+    pairs = [(row, weight) for row, weight in zip(rows, weights, strict=True) if row is not None]
+    if not pairs:
+        return None, weight_gradients
+    input_gradient_RD = torch.ops.isoloss.input_gradient([row for row, _ in pairs], [weight for _, weight in pairs])
     return input_gradient_RD.view(x_BD.shape), weight_gradients
 
 

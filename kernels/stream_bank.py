@@ -108,6 +108,11 @@ class StreamBank:
 
     def add_site(self, site: int, sum_BTD: Tensor, update_BTD: Tensor) -> tuple[Tensor, Tensor]:
         """:meth:`site` of ``sum_BTD + update_BTD``, which comes first: within a block one kernel adds and reads it."""
+        if sum_BTD.shape != update_BTD.shape:
+            raise KernelError(
+                f"streams: a sum of shape {tuple(sum_BTD.shape)} and an update of {tuple(update_BTD.shape)}; hand in "
+                "two of the same shape"
+            )
         kind = self._bank.dtype
         if site % self._block == 0 or sum_BTD.dtype != kind or update_BTD.dtype != kind:
             source_BTD = sum_BTD + update_BTD

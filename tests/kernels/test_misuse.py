@@ -77,6 +77,16 @@ def test_other_sources_than_the_bank_was_opened_for(kind: str, device: torch.dev
     pass_through(bank, x)
 
 
+def test_an_update_of_another_shape(device: torch.device) -> None:
+    """As many numbers are not enough; the bank is as it was."""
+    x = torch.randn(1, 2, 16, device=device)
+    bank = StreamBank(torch.randn(3, 1, 16, device=device), [], None, x, None, block=2, scope="source", eps=EPS)
+    bank.site(0, x)
+    with pytest.raises(KernelError, match=r"a sum of shape \(1, 2, 16\) and an update of \(2, 1, 16\)"):
+        bank.add_site(1, x, x.view(2, 1, 16))
+    bank.add_site(1, x, x)
+
+
 def test_a_gain_of_another_width(device: torch.device) -> None:
     """The norm's gain is as wide as the sources."""
     x = torch.randn(1, 2, 16, device=device)

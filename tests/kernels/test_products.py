@@ -27,7 +27,7 @@ def gradients(run: object, x: Tensor, weights: list[Tensor]) -> list[Tensor]:
 
 
 @given(
-    axes=st.lists(st.integers(1, 4), min_size=1, max_size=3),
+    axes=st.lists(st.integers(1, 4), max_size=3),
     width=st.integers(1, 5),
     sides=st.lists(st.integers(1, 6), min_size=1, max_size=4),
 )
@@ -39,6 +39,26 @@ def test_equal_to_separate_maps_in_float64(axes: list[int], width: int, sides: l
     eps = torch.finfo(torch.float64).eps
     for found, expected in zip(gradients(products, x, weights), gradients(separate, x, weights), strict=True):
         torch.testing.assert_close(found, expected, rtol=64 * eps, atol=64 * eps)
+
+
+def test_an_unused_output_costs_nothing() -> None:
+    """Its weight gets no gradient, as from a map of its own; the input gets those of the others."""
+    x, *weights = (torch.randn(2, 3, dtype=torch.float64, requires_grad=True) for _ in range(4))
+    first, _, last = products(x, *weights)
+    found = torch.autograd.grad((first.sum() + 2 * last.sum()), (x, *weights), allow_unused=True)
+    assert found[2] is None
+    expected = (weights[0].sum(0) + 2 * weights[2].sum(0)).expand(2, 3)
+    torch.testing.assert_close(found[0], expected, rtol=1e-14, atol=1e-14)
+    assert found[1] is not None and found[3] is not None
+
+
+def test_autocast_leaves_float64_alone() -> None:
+    """As it does with a linear map."""
+    x, weight = (torch.randn(2, 3, dtype=torch.float64) for _ in range(2))
+    with torch.autocast("cpu", torch.bfloat16):
+        (found,), expected = products(x, weight), torch.nn.functional.linear(x, weight)
+    assert found.dtype == torch.float64
+    assert torch.equal(found, expected)
 
 
 def test_roundings_in_sixteen_bits(device: torch.device) -> None:
