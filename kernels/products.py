@@ -25,7 +25,8 @@ def products(x_BD: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
     kind = x_BD.device.type
     if torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
-        x_BD, *weights = (value if value.dtype == torch.float64 else value.to(dtype) for value in (x_BD, *weights))
+        x_BD, *rest = (value if value.dtype == torch.float64 else value.to(dtype) for value in (x_BD, *weights))
+        weights = tuple(rest)
     return tuple(torch.ops.isoloss.products(x_BD, list(weights)))
 
 
