@@ -61,6 +61,12 @@ class SourceBank:
         readers: int = 1,
         per_head: bool = False,
     ) -> None:
+        if query_SD.dim() != 2 or source_TD.dim() < 2 or not eps >= 0:
+            raise KernelError(
+                f"source bank: queries of shape {tuple(query_SD.shape)}, sources of {tuple(source_TD.shape)}, epsilon "
+                f"{eps}; allowed are queries (sites, width), sources (tokens, width) with more axes in front, epsilon "
+                "from 0; hand in such"
+            )
         queries, width = query_SD.shape
         if heads < 1 or width % heads or width % 16 or source_TD.shape[-1] != width:
             raise KernelError(
@@ -103,17 +109,25 @@ class SourceBank:
 
     def site_with_lse(self, site: int, source_BTD: Tensor) -> tuple[Tensor, Tensor]:
         """Return :meth:`site` and the log-sum-exp of its scores ``(B, T, H)``, to merge it with more sources."""
+        self._need_one_reader("site_with_lse")
         mixed_TD, _, lse_TH = self._run(site, source_BTD, None, self._eps, with_lse=True)
         return mixed_TD.view(source_BTD.shape), lse_TH.view(*source_BTD.shape[:-1], -1)
 
     def normed_site(self, site: int, source_BTD: Tensor, gain_D: Tensor, norm_eps: float) -> Tensor:
         """Return ``RMSNorm(mix) * gain``: :meth:`site` and the sublayer's input norm in one, forward and backward."""
-        _, normed_TD, _ = self._run(site, source_BTD, gain_D, norm_eps)
+        self._need_one_reader("normed_site")
+        _, normed_TD, _ = self._run(site, source_BTD, gain_D.contiguous(), norm_eps)
         return normed_TD.view(source_BTD.shape)
 
     def silent_site(self, site: int, source_BTD: Tensor) -> None:
         """Hand in the newest source at a site that nothing reads."""
         self._run(site, source_BTD, None, self._eps, silent=True)
+
+    def _need_one_reader(self, what: str) -> None:
+        if self._readers > 1:
+            raise KernelError(
+                f"source bank: {what} of {self._readers} readers; allowed is one; use site, and norm what it returns"
+            )
 
     def _run(
         self,

@@ -17,10 +17,11 @@ from torch import Tensor
 
 from scaling.errors import KernelError, nearest
 from scaling.kernels import reference
+from scaling.kernels.interpreter import interpreted
 
 if TYPE_CHECKING:
     from scaling.kernels.hyper import Rule
-    from scaling.kernels.hyper_step import HyperStreams
+    from scaling.kernels.hyper_streams import HyperStreams
     from scaling.kernels.stream_bank import StreamBank
 
 VARIABLE = "ISOLOSS_KERNELS"
@@ -78,8 +79,13 @@ def choose(operation: str, device: torch.device) -> Choice:
     if mode == "reference":
         return Choice(operation=operation, runs="reference", reason=f"{VARIABLE}=reference")
     installed = importlib.util.find_spec("triton") is not None
-    interpreted = os.environ.get("TRITON_INTERPRET", "0") == "1"
-    if device.type == "cuda" or (mode == "triton" and interpreted):
+    interpreter = interpreted()
+    if device.type == "cuda" and interpreter:
+        raise KernelError(
+            f"{operation} on {device}: TRITON_INTERPRET={os.environ['TRITON_INTERPRET']} would run every kernel in "
+            f"Triton's interpreter, on the host; unset it, or set {VARIABLE}=reference"
+        )
+    if device.type == "cuda" or (mode == "triton" and interpreter):
         if not installed:
             raise KernelError(
                 f"{operation} on {device}: Triton is not installed; install triton, or set {VARIABLE}=reference"
@@ -170,7 +176,7 @@ def open_streams(
 
 def open_hyper(embedding_BTD: Tensor, streams: int) -> HyperStreams:
     """Open the streams of hyper-connections, where :func:`choose` says Triton for ``hyper``."""
-    from scaling.kernels.hyper_step import HyperStreams
+    from scaling.kernels.hyper_streams import HyperStreams
 
     return HyperStreams(embedding_BTD, streams)
 

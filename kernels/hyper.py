@@ -9,7 +9,7 @@ The coefficients are functions of ``l = scale * act(projected) + bias``, K = M^2
 - ``read``: ``pre = sigmoid(l)`` alone, M numbers; ``sum``: ``pre = 1``: what the head reads.
 
 :mod:`scaling.kernels.hyper_forward` and :mod:`scaling.kernels.hyper_backward` put the kernels in order,
-:mod:`scaling.kernels.hyper_step` the operator.
+:mod:`scaling.kernels.hyper_step` the operator, :mod:`scaling.kernels.hyper_streams` what calls it.
 
 Shape legend: T tokens, M streams, D width, K coefficients, F projections of a stream (hc: M + 2) or of all (K).
 """

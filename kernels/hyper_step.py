@@ -1,8 +1,8 @@
 """Hyper-connections as an operator: one step writes a sublayer's output into the streams and reads for the next.
 
-Last of the hyper-connection modules. The operators are functions of their arguments: no storage is filled in place, so
-that recomputation and several backward passes need no rules. Kept for the backward pass are what a step takes and
-makes: streams, the sublayer's output, and K + 1 numbers a token; coefficients are computed again.
+Before :mod:`scaling.kernels.hyper_streams`, which calls it. The operators are functions of their arguments: no storage
+is filled in place, so that recomputation and several backward passes need no rules. Kept for the backward pass are what
+a step takes and makes: streams, the sublayer's output, and K + 1 numbers a token; coefficients are computed again.
 
 Shape legend: as in :mod:`scaling.kernels.hyper`.
 """
@@ -14,90 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scaling.errors import KernelError
 from scaling.kernels.hyper import KINDS, Rule
 from scaling.kernels.hyper_backward import step_gradients
 from scaling.kernels.hyper_forward import step
 from scaling.kernels.hyper_logits import SUMS, TOKENS
 from scaling.kernels.hyper_phi import phi_gradient
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_MAX_STREAMS = 8  # beyond, a token's tile no longer fits the registers
 
-
-class HyperStreams:
-    """The streams of one forward pass, and the coefficients that the last read decided.
-
-    Parameters
-    ----------
-    embedding_BTD
-        Every stream at first.
-    streams
-        M.
-
-    Raises
-    ------
-    KernelError
-        If a size or dtype is not supported.
-    """
-
-    def __init__(self, embedding_BTD: Tensor, streams: int) -> None:
-        width = embedding_BTD.shape[-1]
-        if width % 16 or embedding_BTD.dtype not in _DTYPES or not 1 <= streams <= _MAX_STREAMS:
-            raise KernelError(
-                f"hyper-connections: {streams} streams of width {width} in {embedding_BTD.dtype}; allowed are 1 to "
-                f"{_MAX_STREAMS} streams, multiples of 16, float32, bfloat16 and float16; choose others, or set "
-                "ISOLOSS_KERNELS=reference"
-            )
-        self._shape = embedding_BTD.shape
-        self._stream_TMD = embedding_BTD.flatten(0, -2).unsqueeze(1).expand(-1, streams, -1).contiguous()
-        empty = embedding_BTD.new_empty(0, dtype=torch.float32)
-        self._post_TM, self._mix_TMM = empty, empty
-
-    def step(
-        self,
-        rule: Rule,
-        update_BTD: Tensor | None,
-        *,
-        phi: Tensor | None = None,
-        scale_K: Tensor | None = None,
-        bias_K: Tensor | None = None,
-        shift_F: Tensor | None = None,
-        offset_F: Tensor | None = None,
-    ) -> Tensor:
-        """Write the last sublayer's output, none before the first, and return what the next reads.
-
-        Parameters
-        ----------
-        rule
-            How coefficients follow from projections.
-        update_BTD
-            Output of the last sublayer.
-        phi
-            Weights of the projections, ``(M * D, K)``; for ``hc`` ``(D, M + 2)``, gains of the norm multiplied in.
-        scale_K, bias_K
-            Of the coefficients' logits; for ``hc`` stream by stream.
-        shift_F, offset_F
-            For ``hc`` with LayerNorm: sums over the width of ``phi``, and the projections of the norm's bias.
-        """
-        empty = self._stream_TMD.new_empty(0, dtype=torch.float32)
-        weights = [
-            empty if weight is None else weight.float().contiguous()
-            for weight in (phi, shift_F, offset_F, scale_K, bias_K)
-        ]
-        if phi is not None and shift_F is None:
-            weights[1] = weights[2] = empty.new_zeros(phi.shape[-1])
-        update_TD = None if update_BTD is None else update_BTD.flatten(0, -2)
-        read_TD: Tensor
-        out_TMD, read_TD, self._post_TM, self._mix_TMM, _, _ = torch.ops.isoloss.hyper_step(
-            self._stream_TMD, update_TD, self._post_TM, self._mix_TMM, *weights, *_encode(rule)
-        )
-        if update_TD is not None:
-            self._stream_TMD = out_TMD
-        return read_TD.view(self._shape)
-
-
-def _encode(rule: Rule) -> tuple[list[int], list[float]]:
+def encode(rule: Rule) -> tuple[list[int], list[float]]:
+    """A rule as an operator takes it."""
     switches = (rule.projects, rule.tanh, rule.centred, rule.rows_first, rule.softmax_start, rule.transposed)
     return [KINDS.index(rule.kind), rule.iterations, *map(int, switches)], [rule.post_scale, rule.eps]
 

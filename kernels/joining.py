@@ -31,7 +31,7 @@ from scaling.kernels.decoder import (
     stream_region,
 )
 from scaling.kernels.hyper import Rule
-from scaling.kernels.hyper_step import HyperStreams
+from scaling.kernels.hyper_streams import HyperStreams
 from scaling.kernels.joining_others import mhc_liger, routed_fla, routed_liger
 from scaling.kernels.joining_plain import (
     BLOCKS,

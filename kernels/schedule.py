@@ -269,8 +269,10 @@ def check_source(what: str, source_BTD: Tensor, bank: Tensor) -> None:
         If the tokens, the width or the dtype differ; float32 sums may enter a bank of 16 bits.
     """
     tokens, width = bank.shape[1:]
-    if source_BTD.shape[-1] != width or source_BTD.numel() != tokens * width or source_BTD.dtype.itemsize > 4:
+    kind = source_BTD.dtype
+    narrow = kind.is_floating_point and kind.itemsize <= 4
+    if source_BTD.dim() < 2 or source_BTD.shape[-1] != width or source_BTD.numel() != tokens * width or not narrow:
         raise KernelError(
-            f"{what}: a source of shape {tuple(source_BTD.shape)} in {source_BTD.dtype}; the bank was opened for "
-            f"{tokens} tokens of width {width}; hand in what it was opened for, in 32 bits at most"
+            f"{what}: a source of shape {tuple(source_BTD.shape)} in {kind}; the bank was opened for {tokens} tokens "
+            f"of width {width}; hand in what it was opened for, floating point in 32 bits at most"
         )

@@ -9,14 +9,15 @@ holds a token cut every head in equal parts (5 times 32), tiles of one layout, s
 from __future__ import annotations
 
 import dataclasses
-import os
 
 import torch
 import triton
 import triton.language as tl
 
+from scaling.kernels.interpreter import interpreted
+
 # Triton's interpreter keeps bfloat16 as raw 16-bit integers, which its dot product would multiply as integers.
-INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
+INTERPRETED = interpreted()
 _UPCAST = tl.constexpr(INTERPRETED)
 _MAX_PARTS = 8  # of a head: loops over them are unrolled
 _CORE = 16  # a tensor core sums over so many values at least: a narrower head is padded

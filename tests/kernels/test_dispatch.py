@@ -14,6 +14,7 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
 def test_default(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels on a GPU, the reference elsewhere, a reason always."""
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.delenv(dispatch.VARIABLE, raising=False)
     for operation in ("depth_routing", "routed_norm", "streams", "hyper"):
         assert dispatch.choose(operation, GPU).runs == "triton"
@@ -35,6 +36,19 @@ def test_forced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(dispatch.VARIABLE, "fast")
     with pytest.raises(KernelError, match="ISOLOSS_KERNELS='fast': allowed: auto, reference, triton"):
         dispatch.choose("depth_routing", CPU)
+
+
+@pytest.mark.parametrize("word", ["1", "true", "ON"])
+def test_the_interpreter_is_never_a_gpus(monkeypatch: pytest.MonkeyPatch, word: str) -> None:
+    """It would train on the host, silently; Triton takes more words than 1."""
+    monkeypatch.setenv("TRITON_INTERPRET", word)
+    monkeypatch.delenv(dispatch.VARIABLE, raising=False)
+    with pytest.raises(KernelError, match=f"depth_routing on cuda: TRITON_INTERPRET={word} would run .* unset it"):
+        dispatch.choose("depth_routing", GPU)
+    monkeypatch.setenv(dispatch.VARIABLE, "triton")
+    assert dispatch.choose("depth_routing", CPU).reason == "ISOLOSS_KERNELS=triton in Triton's interpreter"
+    monkeypatch.setenv(dispatch.VARIABLE, "reference")
+    assert dispatch.choose("depth_routing", GPU).runs == "reference"
 
 
 def test_unknown_operation() -> None:

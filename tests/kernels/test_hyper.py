@@ -17,7 +17,7 @@ from scaling.config.residual import HyperConnections, Mhc, ResidualConfig
 from scaling.errors import KernelError
 from scaling.kernels import dispatch, reference
 from scaling.kernels.hyper import Rule
-from scaling.kernels.hyper_step import HyperStreams
+from scaling.kernels.hyper_streams import HyperStreams
 from scaling.kernels.hyper_tokens import write
 from scaling.models.registry import make_residual
 from scaling.models.residual.hc import FusedHyperState

@@ -15,7 +15,8 @@ from torch import Tensor
 from scaling.errors import KernelError
 from scaling.kernels import operators, stream_operators
 from scaling.kernels.bank import SourceBank
-from scaling.kernels.hyper_step import HyperStreams
+from scaling.kernels.hyper import Rule
+from scaling.kernels.hyper_streams import HyperStreams
 from scaling.kernels.stream_bank import StreamBank
 
 EPS = 1e-6
@@ -72,8 +73,11 @@ def test_other_sources_than_the_bank_was_opened_for(kind: str, device: torch.dev
     for shape in ((1, 3, 16), (1, 1, 16), (1, 2, 32), (1, 1, 32)):
         with pytest.raises(KernelError, match="the bank was opened for 2 tokens of width 16"):
             bank.site(0, torch.zeros(shape, device=device))
-    with pytest.raises(KernelError, match=r"in torch.float64; the bank was opened for"):
-        bank.site(0, x.double())
+    for number in (torch.float64, torch.int32):
+        with pytest.raises(KernelError, match=rf"in {number}; the bank was opened for"):
+            bank.site(0, x.to(number))
+    with pytest.raises(KernelError, match=r"a source of shape \(32,\) in"):
+        bank.site(0, x.flatten())
     pass_through(bank, x)
 
 
@@ -95,6 +99,32 @@ def test_a_gain_of_another_width(device: torch.device) -> None:
         bank.normed_site(0, x, torch.ones(8, device=device), EPS)
 
 
+@pytest.mark.parametrize("layout", ["column", "expanded"])
+def test_a_gain_that_is_not_in_one_piece(device: torch.device, layout: str) -> None:
+    """It is read as it is, and its gradient comes back in its shape."""
+    whole = torch.rand(16, 3, device=device)
+    gain = (whole[:, 1] if layout == "column" else whole[:1, 1].expand(16)).requires_grad_()
+    x = torch.randn(1, 2, 16, device=device)
+    results = []
+    for given in (gain, gain.detach().clone(memory_format=torch.contiguous_format).requires_grad_()):
+        bank = SourceBank(torch.ones(1, 16, device=device), x, heads=2, eps=EPS)
+        normed = bank.normed_site(0, x, given, EPS)
+        results.append((normed, *torch.autograd.grad(normed.square().sum(), given)))
+    for found, expected in zip(*results, strict=True):
+        assert torch.equal(found, expected)
+
+
+def test_norms_and_scores_of_several_readers(device: torch.device) -> None:
+    """A site with several mixes has no norm and no log-sum-exp of its own."""
+    x = torch.randn(1, 2, 16, device=device)
+    bank = SourceBank(torch.ones(4, 16, device=device), x, heads=2, eps=EPS, readers=2)
+    with pytest.raises(KernelError, match="normed_site of 2 readers; allowed is one"):
+        bank.normed_site(0, x, torch.ones(16, device=device), EPS)
+    with pytest.raises(KernelError, match="site_with_lse of 2 readers; allowed is one"):
+        bank.site_with_lse(0, x)
+    assert bank.site(0, x).shape == (2, 1, 2, 16)
+
+
 @pytest.mark.parametrize(
     ("queries", "source", "options", "message"),
     [
@@ -104,6 +134,9 @@ def test_a_gain_of_another_width(device: torch.device) -> None:
         ((3, 16), (1, 2, 16), dict(readers=0), "3 queries of 0 readers"),
         ((0, 16), (1, 2, 16), {}, "bank with 0 sites"),
         ((3, 16), (1, 2, 32), {}, "width 32 with queries of 16"),
+        ((16,), (1, 2, 16), {}, r"queries of shape \(16,\), .* allowed are queries \(sites, width\)"),
+        ((3, 16), (16,), {}, r"sources of \(16,\)"),
+        ((3, 16), (1, 2, 16), dict(eps=-1.0), "epsilon -1.0; .* from 0"),
     ],
     ids=str,
 )
@@ -119,6 +152,41 @@ def test_hyper_connections_of_no_stream() -> None:
     """At least one."""
     with pytest.raises(KernelError, match="0 streams of width 16 .* allowed are 1 to"):
         HyperStreams(torch.zeros(1, 2, 16), 0)
+
+
+HYPER = {"phi": (32, 8), "scale_K": (8,), "bias_K": (8,), "update": (1, 3, 16)}
+
+
+@pytest.mark.parametrize(
+    ("rule", "change", "message"),
+    [
+        (dict(kind="mhc"), dict(phi=(16, 8)), r"phi of shape \(16, 8\) for 2 streams of width 16, .* \(32, 8\)"),
+        (dict(kind="mhc"), dict(phi=(32, 5)), r"phi of shape \(32, 5\)"),
+        (dict(kind="mhc"), dict(phi=None), r"phi of shape none .* needed is \(32, 8\); hand in weights of one model"),
+        (dict(kind="mhc"), dict(scale_K=(1,)), r"scale of shape \(1,\) .* needed is \(8,\)"),
+        (dict(kind="mhc"), dict(bias_K=(1,)), r"bias of shape \(1,\)"),
+        (dict(kind="read"), {}, r"phi of shape \(32, 8\) .* kind 'read'; needed is \(32, 2\)"),
+        (dict(kind="hc"), {}, r"phi of shape \(32, 8\) .* needed is \(16, 4\)"),
+        (dict(kind="hc", centred=True), dict(phi=(16, 4)), r"shift of shape none .* needed is \(4,\)"),
+        (dict(kind="hc", projects=False), dict(phi=None, scale_K=None, bias_K=None), "bias of shape none"),
+        (dict(kind="hcc"), {}, "kind 'hcc'; did you mean 'hc'"),
+        (dict(kind="mhc"), dict(update=(1, 1, 16)), r"an update of shape \(1, 1, 16\); .* opened for \(1, 3, 16\)"),
+        (dict(kind="mhc"), dict(update=(2, 3, 16)), r"an update of shape \(2, 3, 16\)"),
+        (dict(kind="mhc"), dict(update=(1, 3, 32)), r"an update of shape \(1, 3, 32\)"),
+    ],
+    ids=str,
+)
+def test_hyper_connections_of_other_sizes(
+    device: torch.device, rule: dict[str, Any], change: dict[str, Any], message: str
+) -> None:
+    """Weights of another model, outputs for other tokens, before a kernel reads them; the streams are as they were."""
+    sizes: dict[str, tuple[int, ...] | None] = {**HYPER, **change}
+    tensors = {name: None if size is None else torch.ones(size, device=device) for name, size in sizes.items()}
+    update = tensors.pop("update")
+    streams = HyperStreams(torch.ones(1, 3, 16, device=device), 2)
+    with pytest.raises(KernelError, match=message):
+        streams.step(Rule(**rule), update, **tensors)
+    assert torch.equal(streams.step(Rule(kind="sum"), None), torch.full((1, 3, 16), 2.0, device=device))
 
 
 @pytest.mark.parametrize(
