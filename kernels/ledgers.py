@@ -52,7 +52,8 @@ class Ledgers(Generic[L]):
         ledger = self._open.get((bank.device, bank.data_ptr()))
         if ledger is None:
             raise KernelError(
-                f"{self._what}: unknown bank; open it with {self._opener} in the same process before routing"
+                f"{self._what}: unknown bank; open it with {self._opener} in the same process before routing, and keep "
+                "hooks that copy saved tensors (offloading) away from it"
             )
         return ledger
 

@@ -91,6 +91,16 @@ def test_an_update_of_another_shape(device: torch.device) -> None:
     bank.add_site(1, x, x)
 
 
+@pytest.mark.parametrize("kind", ["source", "streams"])
+def test_saved_tensors_that_are_copied(kind: str, device: torch.device) -> None:
+    """A copy of a bank is no bank: offloading hooks are named as a cause, nothing is computed from the copy."""
+    x = torch.randn(1, 2, 16, device=device, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda tensor: tensor):
+        output = pass_through(open_bank(kind, x), x)
+    with pytest.raises(KernelError, match=r"unknown bank; .* hooks that copy saved tensors \(offloading\)"):
+        output.sum().backward()
+
+
 def test_a_gain_of_another_width(device: torch.device) -> None:
     """The norm's gain is as wide as the sources."""
     x = torch.randn(1, 2, 16, device=device)
