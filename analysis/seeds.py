@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import stats
 
-from scaling.analysis.cautions import CORRELATED, refuse, repeated_seeds, same_runs, seed_cautions
+from scaling.analysis.cautions import CORRELATED, copied_runs, refuse, repeated_seeds, same_runs, seed_cautions
 from scaling.analysis.cells import (
     OPPOSED,
     Cell,
@@ -25,6 +25,7 @@ from scaling.analysis.cells import (
     pick_methods,
     pooled_sd,
     seed_correlation,
+    without_copies,
 )
 from scaling.analysis.checklist import describe_dropped, describe_seeds, make_checklist
 from scaling.analysis.mixed import mixed_model
@@ -118,7 +119,9 @@ def _compare(
             f"no-common-scale: baseline has {', '.join(baseline)}; the method has {', '.join(method)}: nothing to "
             "compare"
         )
-    arms = [(method[s], baseline[s]) for s in common]
+    listed = [(method[s], baseline[s]) for s in common]
+    bases, others = without_copies([b for _, b in listed], [m for m, _ in listed])
+    arms = list(zip(others, bases, strict=True))
     pairs = [paired(m, b) for m, b in arms]
     rho, rho_df, rho_p = seed_correlation(pairs)
     both = [c for arm in arms for c in arm]
@@ -158,7 +161,8 @@ def _compare(
         "mixed_model": mixed_model(arms, pairs),
     }
     names = [both[0].method, both[1].method]
-    doubtful = [*repeated_seeds(screened.frame, names), *same_runs(arms)]
+    runs = [c for arm in listed for c in arm]
+    doubtful = [*repeated_seeds(screened.frame, names), *same_runs(listed), *copied_runs(runs, both)]
     cautions = [
         *screened.cautions,
         *doubtful,
@@ -168,7 +172,7 @@ def _compare(
         "form": "difference of mean losses, method minus baseline, mean over scales",
         "variables": "loss, method, seed, scale",
         "conventions": f"{'paired by seed' if use_pairs else 'unpaired'} ({pairing})",
-        "rows": str(sum(len(c.losses) for c in both)),
+        "rows": str(sum(len(c.losses) for c in runs)),
         "dropped": describe_dropped(screened.dropped),
         "seeds": describe_seeds(screened.frame),
         "interval": interval.method if interval else "none",
@@ -178,7 +182,7 @@ def _compare(
         estimate=estimate,
         standard_error=errors,
         interval=interval,
-        n=sum(len(c.losses) for c in both),
+        n=sum(len(c.losses) for c in runs),
         df=joint.df if joint else None,
         conventions={"difference": "method minus baseline", "pairing": "paired" if use_pairs else "unpaired"},
         warnings=tuple(cautions),
