@@ -161,8 +161,9 @@ def _compare(
         "mixed_model": mixed_model(arms, pairs),
     }
     names = [both[0].method, both[1].method]
-    runs = [c for arm in listed for c in arm]
-    doubtful = [*repeated_seeds(screened.frame, names), *same_runs(listed), *copied_runs(runs, both)]
+    runs = [*(b for _, b in listed), *(m for m, _ in listed)]
+    copied = copied_runs(runs, [*bases, *others])
+    doubtful = [*repeated_seeds(screened.frame, names), *same_runs(listed), *copied]
     cautions = [
         *screened.cautions,
         *doubtful,

@@ -117,3 +117,5 @@ def test_copies_beside_cells_that_vary_count_as_one_run(planted: ModuleType) -> 
     caption = ablations.main(runs, baseline="baseline").caption
     assert "pooled over cells (4 of 8 count as one run each: their runs have equal losses" in caption
     assert "count as one run" not in ablations.main(planted.table(seeds=3), baseline="baseline").caption
+    needed = [line for line in summarize(inquire(runs)).needed if "equal losses" in line]
+    assert len(needed) == 1 and needed[0].startswith("Runs that differ by seed have equal losses (mhar at 0.05m, ")
