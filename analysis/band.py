@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import stats
 
-from scaling.analysis.cells import Cell
+from scaling.analysis.cells import Cell, without_copies
 from scaling.analysis.inversion import Inverse, fit_baseline
 from scaling.analysis.readings import Curve
 
@@ -50,6 +50,7 @@ def pair_curves(
     FitError
         When the baseline's law cannot be fitted.
     """
+    baseline, method = without_copies(baseline, method)  # as the speedup counts them
     if shared:
         both = fit_baseline(baseline, method, asymptote="shared", sd=sd, sd_df=df)
         first = _curve(both, 0, baseline, sd=sd, df=df, level=level)

@@ -170,6 +170,28 @@ def repeated_seeds(frame: pd.DataFrame, methods: Sequence[str]) -> list[Caution]
     return [Caution(code="repeated-seeds", message=text)]
 
 
+def copied_runs(cells: Sequence[Cell], counted: Sequence[Cell]) -> list[Caution]:
+    """Caution where runs of a cell count as one, since their losses are equal while those of other cells differ.
+
+    Parameters
+    ----------
+    cells, counted
+        Cells as they are in the table and as they are counted, in one order.
+    """
+    found: dict[str, list[str]] = {}
+    for cell, one in zip(cells, counted, strict=True):
+        if len(one.losses) < len(cell.losses):
+            found.setdefault(cell.method, []).append(cell.scale)
+    if not found:
+        return []
+    places = "; ".join(f"{method} at {', '.join(scales)}" for method, scales in found.items())
+    text = (
+        f"runs that differ by seed have equal losses ({places}): copies of one run, or seeds that change nothing; "
+        "each such cell counts as one run and measures no noise; check the runs' seeds, then train with others"
+    )
+    return [Caution(code="copied-runs", message=text)]
+
+
 def same_runs(arms: Sequence[tuple[Cell, Cell]]) -> list[Caution]:
     """Caution where runs of one seed have the very same loss in both arms."""
     places = []
@@ -200,6 +222,9 @@ def _why_no_interval(
         return Caution(code="no-common-seeds", message=text)
     if any(constant_pairs(pair) for pair in pairs):
         return Caution(code="identical-losses", message=SAME_DIFFERENCE_TEXT)
+    if details["pairing"]["used"] == "paired" and several:
+        text = "no scale has two pairs of runs that are no copies: the difference has no interval; use pairing unpaired"
+        return Caution(code="one-seed", message=text)
     text = "one seed a cell and no given noise: the difference has no interval; add seeds or give a noise floor"
     return Caution(code="one-seed", message=text)
 

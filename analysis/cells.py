@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -57,6 +57,11 @@ class Cell:
     def squares(self) -> float:
         """Sum of squares about the mean."""
         return float(np.sum((self.losses - self.mean) ** 2))
+
+    @property
+    def copied(self) -> bool:
+        """Whether it has several runs, whose losses differ by rounding at most: they say nothing of noise."""
+        return len(self.losses) > 1 and bool(np.ptp(self.losses) <= ROUNDING * abs(self.mean))
 
 
 def group_near(values: Floats, factor: float = SAME_SCALE) -> NDArray[np.intp]:
@@ -200,6 +205,22 @@ def pick_methods(cells: Mapping[str, object], baseline: str, method: str | None)
 def identical(cells: Sequence[Cell], sd: float) -> bool:
     """Whether runs of a cell differ by rounding at most: copies, or seeds that change nothing; never noise measured."""
     return bool(sd <= ROUNDING * min(c.mean for c in cells))
+
+
+def without_copies(baseline: Sequence[Cell], method: Sequence[Cell]) -> tuple[list[Cell], list[Cell]]:
+    """Both arms, where runs with equal losses count as one run, that of the first seed.
+
+    Counted as several they would lend the pooled SD degrees of freedom without any spread, and a mean the standard
+    error of several runs. Where no cell has runs that differ, nothing was measured (`identical`) and all stay.
+    """
+    if not any(len(c.losses) > 1 and not c.copied for c in (*baseline, *method)):
+        return list(baseline), list(method)
+    first, second = ([_one_run(c) if c.copied else c for c in arm] for arm in (baseline, method))
+    return first, second
+
+
+def _one_run(cell: Cell) -> Cell:
+    return replace(cell, losses=cell.losses[:1], seeds=cell.seeds[:1], tokens=cell.tokens[:1])
 
 
 def pooled_sd(cells: Sequence[Cell]) -> tuple[float, int]:

@@ -61,6 +61,23 @@ def load_table(
     return filter_rows(map_columns(_read(source), columns), where)
 
 
+def load_file(path: str | Path, expected: str) -> pd.DataFrame:
+    """Read a table that is not of runs; ``expected`` tells in an error what such tables come from.
+
+    Raises
+    ------
+    UsageError
+        When it is a folder or a store.
+    TableError
+        When the file is missing or of another kind.
+    """
+    if str(path).startswith(STORE_PREFIXES) or Path(path).is_dir():
+        raise UsageError(f"{path}: is no file; {expected}")
+    if not Path(path).is_file():
+        raise TableError(f"{path}: no such file; {expected}")
+    return load_table(path)
+
+
 def _read(source: str | Path) -> pd.DataFrame:
     import pandas as pd
 

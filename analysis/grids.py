@@ -22,6 +22,7 @@ from scaling.errors import TableError
 IDENTICAL_CELLS: Final = (
     "runs of a cell have equal losses (copies of one run, or seeds that change nothing), which measures no noise"
 )
+COPIED_CELLS: Final = "their runs have equal losses, copies of one run or seeds that change nothing"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,23 +85,28 @@ def gather(
         raise TableError(f"no run has a finite {loss} and all of {', '.join(axes)}; nothing to compare")
     grouped = kept.assign(**{loss: kept[loss].astype(float)}).groupby(list(axes), sort=True)[loss]
     squares = grouped.agg(lambda losses: float(((losses - losses.mean()) ** 2).sum()))
-    frame = grouped.agg(n="size", mean="mean").assign(squares=squares).reset_index()
-    df = float((frame["n"] - 1).sum())
-    spread = math.sqrt(float(frame["squares"].sum()) / df) if df > 0 else math.nan
+    frame = grouped.agg(n="size", mean="mean", low="min", high="max").assign(squares=squares).reset_index()
+    copied = (frame["n"] > 1) & (frame["high"] - frame["low"] <= ROUNDING * frame["mean"].abs())
+    # as in comparisons: copies count as one run where other cells measure the noise
+    measured = bool(((frame["n"] > 1) & ~copied).any())
+    frame = frame.drop(columns=["low", "high"]).assign(counted=frame["n"].mask(copied, 1) if measured else frame["n"])
+    df = float((frame["counted"] - 1).sum()) if measured else 0.0
+    spread = math.sqrt(float(frame.loc[~copied, "squares"].sum()) / df) if measured else math.nan
     source = "pooled over cells"
-    if df == 0:
-        source = "one run a cell and no known noise"
-    elif spread <= ROUNDING * float(frame["mean"].abs().min()):
-        # not a spread of 0, which would make every difference a certainty
-        spread, df, source = math.nan, 0.0, IDENTICAL_CELLS
+    if copied.any() and measured:
+        source += f" ({int(copied.sum())} of {len(frame)} count as one run each: {COPIED_CELLS})"
+    elif not measured:  # not a spread of 0, which would make every difference a certainty
+        source = IDENTICAL_CELLS if copied.any() else "one run a cell and no known noise"
     if df == 0 and sd is not None:
         spread, df, source = sd, math.inf, "given"
     quantile = float(stats.t.ppf((1 + level) / 2, df)) if df > 0 else math.nan
-    half = quantile * spread / np.sqrt(frame["n"].astype(float))
+    half = quantile * spread / np.sqrt(frame["counted"].astype(float))
     frame = frame.drop(columns="squares").assign(mean_low=frame["mean"] - half, mean_high=frame["mean"] + half)
     groups = frame.groupby(list(within), sort=False) if within else [("all", frame)]
     parts = [_compare(part, spread, df, level) for _, part in groups]
-    return Grid(frame=pd.concat(parts), axes=tuple(axes), sd=spread, df=df, level=level, source=source)
+    return Grid(
+        frame=pd.concat(parts).drop(columns="counted"), axes=tuple(axes), sd=spread, df=df, level=level, source=source
+    )
 
 
 def _compare(part: pd.DataFrame, sd: float, df: float, level: float) -> pd.DataFrame:
@@ -109,7 +115,7 @@ def _compare(part: pd.DataFrame, sd: float, df: float, level: float) -> pd.DataF
     near = pd.Series(True, index=part.index)
     others = np.arange(len(part)) != place
     if math.isfinite(sd) and others.any():
-        error = sd * np.sqrt(1 / part["n"].astype(float) + 1 / float(part["n"].iloc[place]))
+        error = sd * np.sqrt(1 / part["counted"].astype(float) + 1 / float(part["counted"].iloc[place]))
         near[others] = np.array(dunnett([float(t) for t in (gap / error)[others]], df)) > 1 - level
     word = "" if len(part) < 2 or not math.isfinite(sd) else "best" if int(near.sum()) == 1 else "tie"
     return part.assign(gap=gap, mark=[word if is_near else "" for is_near in near])

@@ -102,9 +102,11 @@ def noise_floor(
         places = order_scales(frame, list(frame["size"].astype(str)))
         groups.sort(key=lambda group: places[str(group[1]["size"].iloc[0])])
     samples = [numbers(part, "loss") for _, part in groups]
-    df = sum(len(s) - 1 for s in samples)
-    sd = float(np.sqrt(sum(float(np.sum((s - s.mean()) ** 2)) for s in samples) / df))
     measured = not all(constant(s) for s in samples)
+    # equal losses are copies, or seeds that change nothing: degrees of freedom without a spread would lower the SD
+    varied = [s for s in samples if not constant(s)] if measured else samples
+    df = sum(len(s) - 1 for s in varied)
+    sd = float(np.sqrt(sum(float(np.sum((s - s.mean()) ** 2)) for s in varied) / df))
     estimate, errors, limits = {}, {}, {}
     if measured:
         estimate["seed_sd"], errors["seed_sd"] = sd, sd / float(np.sqrt(2 * df))
@@ -127,7 +129,7 @@ def noise_floor(
         "form": "standard deviation of final loss within configurations, pooled",
         "variables": f"loss; configuration: {', '.join(columns) or 'all rows'}",
         "conventions": "runs of one seed count once (their mean)",
-        "rows": str(sum(len(s) for s in samples)),
+        "rows": str(sum(len(s) for s in varied)),
         "dropped": describe_dropped(screened.dropped),
         "seeds": describe_seeds(frame),
         "interval": "chi-square" if limits else "none: equal losses",
@@ -137,7 +139,7 @@ def noise_floor(
         estimate=estimate,
         standard_error=errors,
         interval=interval if limits else None,
-        n=sum(len(s) for s in samples),
+        n=sum(len(s) for s in varied),
         df=float(df),
         status="converged" if measured else "undetermined",
         conventions={"configuration": ", ".join(columns) or "all rows"},
@@ -213,13 +215,17 @@ def _cautions(df: int, tests: dict[str, float | None], samples: Sequence[Floats]
     levene, bartlett = tests["levene_p"], tests["bartlett_p"]
     # Levene's test has little power with a handful of runs a configuration; Bartlett's is trusted only when extreme.
     if (levene is not None and levene < HOMOGENEOUS) or (bartlett is not None and bartlett < SURELY_UNEQUAL):
-        sds = [float(np.std(s, ddof=1)) for s in samples]
+        sds = [float(np.std(s, ddof=1)) for s in samples if not constant(s)]
         text = (
             f"configurations differ in spread (Levene p {levene:.2g}, Bartlett p {bartlett:.2g}; SD {min(sds):.3g} to "
             f"{max(sds):.3g}): do not pool them all"
         )
         out.append(Caution(code="unequal-variances", message=text))
-    if any(constant(s) for s in samples):
-        text = "a configuration has runs with exactly equal losses: copies of one run, or seeds that change nothing"
+    equal = sum(constant(s) for s in samples)
+    if equal:
+        text = (
+            f"{equal} of {len(samples)} configurations have runs with equal losses: copies of one run, or seeds that "
+            "change nothing; they are left out of the SD; check those runs' seeds, then train with others"
+        )
         out.append(Caution(code="identical-losses", message=text))
     return out

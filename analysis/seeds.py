@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import stats
 
-from scaling.analysis.cautions import CORRELATED, refuse, repeated_seeds, same_runs, seed_cautions
+from scaling.analysis.cautions import CORRELATED, copied_runs, refuse, repeated_seeds, same_runs, seed_cautions
 from scaling.analysis.cells import (
     OPPOSED,
     Cell,
@@ -25,6 +25,7 @@ from scaling.analysis.cells import (
     pick_methods,
     pooled_sd,
     seed_correlation,
+    without_copies,
 )
 from scaling.analysis.checklist import describe_dropped, describe_seeds, make_checklist
 from scaling.analysis.mixed import mixed_model
@@ -118,7 +119,9 @@ def _compare(
             f"no-common-scale: baseline has {', '.join(baseline)}; the method has {', '.join(method)}: nothing to "
             "compare"
         )
-    arms = [(method[s], baseline[s]) for s in common]
+    listed = [(method[s], baseline[s]) for s in common]
+    bases, others = without_copies([b for _, b in listed], [m for m, _ in listed])
+    arms = list(zip(others, bases, strict=True))
     pairs = [paired(m, b) for m, b in arms]
     rho, rho_df, rho_p = seed_correlation(pairs)
     both = [c for arm in arms for c in arm]
@@ -144,21 +147,23 @@ def _compare(
     }
     interval, errors = _interval(joint, common, per_scale, key, level, use_pairs)
     flips = np.concatenate([m - b for m, b in pairs]) if pairs else np.empty(0)
-    # copies of one run are no pairs of their own: their signs agree whatever is true
-    flip_p, flip_floor = sign_flip(flips) if len(flips) and not equal else (float("nan"), float("nan"))
+    tested = np.empty(0) if equal else _tested(pairs)
+    flip_p, flip_floor = sign_flip(tested) if len(tested) else (float("nan"), float("nan"))
     details: dict[str, Any] = {
         "baseline": both[1].method,
         "method": both[0].method,
         "scales": per_scale,
         "joint": asdict(joint) if joint else None,
         "pairing": {"used": "paired" if use_pairs else "unpaired", "rho": rho, "df": rho_df, "p_one_sided": rho_p},
-        "sign_flip": {"p": flip_p, "smallest_possible_p": flip_floor, "pairs": len(flips)},
+        "sign_flip": {"p": flip_p, "smallest_possible_p": flip_floor, "pairs": len(tested) or len(flips)},
         "hodges_lehmann": hodges_lehmann(flips),
         "pooled_sd": {"sd": sd, "df": sd_df, "homogeneity_p": _homogeneity(both, equal), "identical": equal},
         "mixed_model": mixed_model(arms, pairs),
     }
     names = [both[0].method, both[1].method]
-    doubtful = [*repeated_seeds(screened.frame, names), *same_runs(arms)]
+    runs = [*(b for _, b in listed), *(m for m, _ in listed)]
+    copied = copied_runs(runs, [*bases, *others])
+    doubtful = [*repeated_seeds(screened.frame, names), *same_runs(listed), *copied]
     cautions = [
         *screened.cautions,
         *doubtful,
@@ -168,7 +173,7 @@ def _compare(
         "form": "difference of mean losses, method minus baseline, mean over scales",
         "variables": "loss, method, seed, scale",
         "conventions": f"{'paired by seed' if use_pairs else 'unpaired'} ({pairing})",
-        "rows": str(sum(len(c.losses) for c in both)),
+        "rows": str(sum(len(c.losses) for c in runs)),
         "dropped": describe_dropped(screened.dropped),
         "seeds": describe_seeds(screened.frame),
         "interval": interval.method if interval else "none",
@@ -178,7 +183,7 @@ def _compare(
         estimate=estimate,
         standard_error=errors,
         interval=interval,
-        n=sum(len(c.losses) for c in both),
+        n=sum(len(c.losses) for c in runs),
         df=joint.df if joint else None,
         conventions={"difference": "method minus baseline", "pairing": "paired" if use_pairs else "unpaired"},
         warnings=tuple(cautions),
@@ -195,7 +200,7 @@ def _scale(
     pooled = None
     if np.isfinite(sd) and sd_df > 0:
         pooled = t_summary(m.mean - b.mean, sd * float(np.sqrt(1 / len(m.losses) + 1 / len(b.losses))), sd_df, level)
-    flip = sign_flip(d) if len(d) and not equal else (float("nan"), float("nan"))
+    flip = sign_flip(d) if len(d) and not equal and not constant_pairs(pair) else (float("nan"), float("nan"))
     tests = {
         "paired": None if constant_pairs(pair) else paired_t(d, level),
         "unpaired": None if identical([m, b], pooled_sd([m, b])[0]) else unpaired_t(m.losses, b.losses, level),
@@ -217,6 +222,18 @@ def _scale(
         "hodges_lehmann": hodges_lehmann(d),
         **{name: asdict(t) if t else None for name, t in tests.items()},
     }
+
+
+def _tested(pairs: list[tuple[Floats, Floats]]) -> Floats:
+    """Pair differences whose signs are a test: where all pairs of a scale differ by one amount, they are one pair.
+
+    None where no scale has pairs that vary, though several: the signs of one difference agree whatever is true.
+    """
+    several = [pair for pair in pairs if len(pair[0]) > 1]
+    if several and all(constant_pairs(pair) for pair in several):
+        return np.empty(0)
+    d = [m[:1] - b[:1] if constant_pairs((m, b)) else m - b for m, b in pairs]
+    return np.concatenate(d) if d else np.empty(0)
 
 
 def _joint(

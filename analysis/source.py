@@ -158,9 +158,9 @@ def read_curves(path: str) -> pd.DataFrame:
     TableError
         If the file is missing, of another kind, or lacks a column; the message lists those it has.
     """
-    from scaling.analysis.columns import load_table
+    from scaling.analysis.columns import load_file
 
-    frame = load_table(path)
+    frame = load_file(path, "curves come from a .csv or .parquet file with columns run, step and value (or val_loss)")
     key = next((name for name in ("run_key", "run") if name in frame.columns), None)
     loss = next((name for name in ("value", "loss", "val_loss") if name in frame.columns), None)
     if key is None or loss is None or "step" not in frame.columns:

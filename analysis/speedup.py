@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import stats
 
-from scaling.analysis.cautions import extrapolation, refuse, speedup_cautions
-from scaling.analysis.cells import make_cells, pick_methods
+from scaling.analysis.cautions import copied_runs, extrapolation, refuse, speedup_cautions
+from scaling.analysis.cells import make_cells, pick_methods, without_copies
 from scaling.analysis.checklist import describe_dropped, describe_seeds, make_checklist
 from scaling.analysis.inversion import Inverse, fit_baseline
 from scaling.analysis.isoloss import (
@@ -135,6 +135,9 @@ def _compare(
     arms: Arms, screened: Screened, frame: pd.DataFrame, *, currency: str, level: float, asymptote: str | float,
     noise_sd: float | None, inversion: str, draws: int, rng: np.random.Generator,
 ) -> Result:  # fmt: skip
+    listed = arms
+    baseline, method = without_copies(arms.baseline, arms.method)
+    arms = Arms(baseline=baseline, method=method)
     noise = measure_noise(arms, noise_sd)
     inverse = fit_baseline(arms.baseline, arms.method, asymptote=asymptote, sd=noise.sd, sd_df=noise.sd_df)
     if np.isnan(noise.sd) and inverse.noise_df > 0 and noise.source != IDENTICAL:
@@ -150,7 +153,7 @@ def _compare(
     losses = np.array([c.mean for c in arms.method])
     costs = np.log([c.x for c in arms.method])
     log_s = inverse.log_cost(losses[None], inverse.phi_P[None])[0] - costs
-    cautions = list(screened.cautions)
+    cautions = [*screened.cautions, *copied_runs(listed.cells, arms.cells)]
     usable = np.isfinite(log_s)
     if not np.all(usable):
         names = ", ".join(c.scale for c, ok in zip(arms.method, usable, strict=True) if not ok)

@@ -225,7 +225,9 @@ def _scope(found: Findings) -> list[str]:
 
 
 def _needed(found: Findings) -> list[str]:
-    lines = list(found.needs)
+    cautions = [caution for result in found.results.values() for caution in result.warnings]
+    copied = dict.fromkeys(caution.message for caution in cautions if caution.code == "copied-runs")
+    lines = [*found.needs, *(f"{text[0].upper()}{text[1:]}." for text in copied)]
     if found.baseline is None:
         names = ", ".join(found.methods[:6]) + (", …" if len(found.methods) > 6 else "")
         lines.append(f"Name the method that the others are compared with: --baseline NAME (there are: {names}).")

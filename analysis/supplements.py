@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from scaling.analysis.items import compare_items
 from scaling.analysis.result import Result
-from scaling.errors import TableError, UsageError
+from scaling.errors import TableError
 from scaling.record import DOWNSTREAM, DOWNSTREAM_FINAL, DOWNSTREAM_RESULTS, PROBE
 
 Floats = NDArray[np.float64]
@@ -27,6 +27,11 @@ SCORES: Final = ("method", "task", "score")  # needed; size, seed and se are rea
 SCORE_PREFIX: Final = "score/"  # columns of a run table: score/MMLU, and score_se/MMLU with its standard error
 _RESULTS: Final = f"{DOWNSTREAM}/{DOWNSTREAM_FINAL}/{DOWNSTREAM_RESULTS}"
 _ERROR_PREFIX: Final = "score_se/"
+_FILES: Final = {
+    "answers": "a .csv or .parquet file with columns item, method and correct",
+    "scores": "a .csv or .parquet file with columns method, task and score",
+    "timings": "what `scaling bench kernels|train --json` printed, as a .json file, or the same as .csv or .parquet",
+}
 _STEP: Final = ("shape", "vocabulary", "method", "pass", "launch")
 _KERNEL: Final = ("operation", "shape", "pass")
 
@@ -104,7 +109,7 @@ def collect(
     """
     folder = Path(runs) if runs is not None and Path(runs).is_dir() else None
     steps, kernels = _benches(benches)
-    answers = {} if items is None else compare_items(_table(items), baseline=baseline or "baseline")
+    answers = {} if items is None else compare_items(_table(items, "answers"), baseline=baseline or "baseline")
     return Supplements(
         probes=tuple(read_probe(path) for path in (*_of_runs(folder, only, PROBE), *map(Path, probes))),
         steps=steps,
@@ -153,7 +158,7 @@ def read_probe(path: Path) -> Probe:
 
 def read_scores(path: str) -> pd.DataFrame:
     """A long table of scores: method, size, task, score, se, seed; raises as ``collect`` does."""
-    frame = _table(path)
+    frame = _table(path, "scores")
     for name in SCORES:
         if name not in frame.columns:
             have = ", ".join(map(str, frame.columns))
@@ -230,8 +235,8 @@ def _benches(paths: Sequence[str]) -> tuple[pd.DataFrame | None, pd.DataFrame | 
 
 def _bench(path: str) -> pd.DataFrame:
     """Rows of a benchmark, quantiles of the time as ms_20, ms_50, ms_80."""
-    if Path(path).suffix != ".json":
-        return _table(path)
+    if Path(path).suffix != ".json" or not Path(path).is_file():
+        return _table(path, "timings")
     try:
         tree = json.loads(Path(path).read_text(encoding="utf-8"))
         rows, versions = list(tree["rows"]), dict(tree.get("versions", {}))
@@ -247,9 +252,7 @@ def _bench(path: str) -> pd.DataFrame:
     return pd.DataFrame(flat)
 
 
-def _table(path: str) -> pd.DataFrame:
-    from scaling.analysis.columns import STORE_PREFIXES, load_table
+def _table(path: str, what: str) -> pd.DataFrame:
+    from scaling.analysis.columns import load_file
 
-    if path.startswith(STORE_PREFIXES) or Path(path).is_dir():
-        raise UsageError(f"{path}: is no file; give a .csv or .parquet file")
-    return load_table(path)
+    return load_file(path, f"{what} come from {_FILES[what]}")

@@ -116,8 +116,8 @@ class Checkpoints:
         self._thread = threading.Thread(target=self._write, args=(step, staged, record), name="checkpoint")
         self._thread.start()
 
-    def finish(self, *, required: bool = False) -> None:
-        """Wait for the write that is under way. A failed one is logged, since training can go on without.
+    def finish(self, *, required: bool = False, outlook: str = "training goes on") -> None:
+        """Wait for the write that is under way. A failed one is logged with the outlook, what happens without it.
 
         Raises
         ------
@@ -136,7 +136,7 @@ class Checkpoints:
             return
         if required:
             raise CheckpointError(f"{self._error}; free space and run again, it goes on from the checkpoint before")
-        logger.warning("%s; training goes on", self._error)
+        logger.warning("%s; %s", self._error, outlook)
 
     def latest(self) -> Checkpoint | None:
         """The newest checkpoint that is whole; damaged ones are named in the log and left where they are."""

@@ -22,6 +22,8 @@ from scaling.resumption import goes_on
 logger = logging.getLogger(__name__)
 
 WORTH_SAVING_S: Final = 60.0  # training that is not done again for want of a checkpoint, which costs seconds
+# A permanent checkpoint of the last step, before older ones have made room.
+TRIED_AGAIN: Final = "it is tried again when the weights are written and older checkpoints are gone; free space now"
 
 
 def leave_weights(
@@ -78,7 +80,11 @@ def leave_permanent(loop: Loop, checkpoints: Checkpoints, world: World) -> None:
     together; where it does not fit even now, the log says so.
     """
     if loop.permanent_due and not world.share(checkpoints.holds(loop.step)):
-        loop.save_end(checkpoints)
+        loop.save_end(
+            checkpoints,
+            otherwise="the run is done without it, and its next start does not try again; to have it, free space, "
+            f"remove end.json and run again: {goes_on(checkpoints.folder)}",
+        )
 
 
 def _attempted(write: Callable[[], None], checkpoints: Checkpoints, world: World) -> str | None:

@@ -292,8 +292,11 @@ class Loop:
         if wait:
             checkpoints.finish(required=True)
 
-    def save_end(self, checkpoints: Checkpoints, *, after_s: float = 0.0) -> bool:
-        """Save the state of a finished run, unless the last save is younger than ``after_s``; whether it is saved."""
+    def save_end(self, checkpoints: Checkpoints, *, after_s: float = 0.0, otherwise: str = "") -> bool:
+        """Save the state of a finished run, unless the last save is younger than ``after_s``; whether it is saved.
+
+        Where it cannot be written, the log says so, and ``otherwise`` what that means.
+        """
         checkpoints.finish()
         if self.world.share(checkpoints.holds(self.step)):
             return True
@@ -307,7 +310,7 @@ class Loop:
             problem = str(error)
         problem = next((found for found in self.world.gather(problem) if found is not None), None)
         if problem is not None and self.world.is_first:
-            logger.warning("%s", problem.partition(";")[0])
+            logger.warning("%s%s", problem.partition(";")[0], f"; {otherwise}" if otherwise else "")
         return problem is None
 
     def totals(self) -> dict[str, float]:

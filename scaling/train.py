@@ -25,7 +25,7 @@ from scaling.accounting import count_parameters
 from scaling.checkpoint import Checkpoints
 from scaling.config.tree import RunConfig
 from scaling.distributed import World, join
-from scaling.ending import leave_permanent, leave_record, leave_weights
+from scaling.ending import TRIED_AGAIN, leave_permanent, leave_record, leave_weights
 from scaling.errors import ConfigError, MemoryShortage, ScalingError
 from scaling.evaluate import Evaluation
 from scaling.kernels import dispatch
@@ -202,7 +202,7 @@ class _Attempt:
         try:
             finished = loop.run(checkpoints)
         finally:
-            checkpoints.finish()
+            checkpoints.finish(outlook=TRIED_AGAIN if loop.step >= loop.steps else "training goes on")
         if not finished:
             assert STOP.signal is not None or world.size > 1, "only a signal breaks a run off"
             name = STOP.signal.name if STOP.signal is not None else "a signal to another process"

@@ -11,8 +11,9 @@ from __future__ import annotations
 import signal
 
 _EARLY: list[int] = []
-for _number in (signal.SIGTERM, signal.SIGUSR2):  # before anything else: until here the shell has ignored USR2
-    signal.signal(_number, lambda number, frame: _EARLY.append(number))
+if __name__ == "__main__":  # in the job alone: whoever imports this for its names must still end on SIGTERM
+    for _number in (signal.SIGTERM, signal.SIGUSR2):  # before anything else: until here the shell has ignored USR2
+        signal.signal(_number, lambda number, frame: _EARLY.append(number))
 
 import logging  # noqa: E402
 import os  # noqa: E402

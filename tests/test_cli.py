@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import statistics
 import subprocess
@@ -81,6 +82,18 @@ def test_planning_starts_fast(words: tuple[str, ...]) -> None:
 def test_version() -> None:
     out = scaling("--version")
     assert out.returncode == 0 and out.stdout.startswith("isoloss ")
+
+
+def test_the_doctor_fails_only_for_what_every_run_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its help names those parts; another one that is broken is told and leaves the status 0."""
+    monkeypatch.setenv("ISOLOSS_KERNELS", "foo")
+    out = scaling("doctor", "--json")
+    findings = json.loads(out.stdout)["findings"]
+    states = {found["part"]: found["state"] for found in findings}
+    needed = [found["part"] for found in findings if found["required"]]
+    assert states["kernels"] == "broken" and out.returncode == any(states[part] != "ok" for part in needed)
+    told = " ".join((command("doctor").help or "").split())
+    assert f"0 where what every run needs ({', '.join(needed)}) works, else 1" in told
 
 
 @pytest.mark.parametrize(

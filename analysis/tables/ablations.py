@@ -2,36 +2,59 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pandas as pd
 
 from scaling.analysis import digits
+from scaling.analysis.cells import order_scales, scale_labels
+from scaling.analysis.columns import map_columns
 from scaling.analysis.grids import Grid, gather, with_single_head
 from scaling.analysis.tables.core import dropped_text
 from scaling.analysis.tables.table import Column, Table
 
 
 def main(runs: pd.DataFrame, *, baseline: str | None, sd: float | None = None, dropped: int = 0) -> Table:
-    """Mean loss of each method at each size (of all runs where none has one), and its difference to the baseline."""
+    """Mean loss of each method at each size, and its difference to the baseline.
+
+    Without sizes the scales of comparisons stand in their place (`scale_labels`): a spread between model sizes is no
+    spread of a run. Where no two runs are of one scale, a method's row is the mean of all its runs.
+    """
     sized = bool(runs["size"].notna().any())
+    alone, scales = False, ["all runs"]
     if not sized:
-        runs = runs.assign(size="all runs")
+        short = map_columns(runs)
+        labels = scale_labels(short)
+        scales = list(order_scales(short, labels))
+        alone = 1 < len(scales) == len(runs)
+        scales = ["all runs"] if alone else scales
+        runs = runs.assign(size="all runs" if alone else labels)
+    by_size = sized or len(scales) > 1
     grid = gather(runs, ["size", "method"], within=["size"], sd=sd)
-    frame = _by_size(grid.frame, runs) if sized else grid.frame.sort_values("mean").assign(mean_mark=grid.frame["mark"])
-    columns = [Column(key="size", label="size")] if sized else []
+    if alone:
+        frame = grid.frame.assign(mean_low=math.nan, mean_high=math.nan, mark="")
+        grid = replace(grid, frame=frame, sd=math.nan, df=0.0, source="no two runs are of one scale")
+    if sized:
+        frame = _by_size(grid.frame, runs)
+    else:
+        frame = grid.frame.assign(mean_mark=grid.frame["mark"], size_sort=grid.frame["size"].map(scales.index))
+        frame = frame.sort_values("size_sort" if by_size else "mean", kind="stable").reset_index(drop=True)
+    place = "size" if sized else "scale"
+    columns = [Column(key="size", label=place)] if by_size else []
     columns += [Column(key="method", label="method"), *_means(grid)]
-    if not sized and runs["tokens"].nunique() > 1:
-        tokens = runs.groupby("method")["tokens"].agg(["min", "max"]).astype(float)
-        frame = frame.assign(fewest=frame["method"].map(tokens["min"]), most=frame["method"].map(tokens["max"]))
+    if not sized and (runs.groupby("size")["tokens"].nunique() > 1).any():
+        tokens = runs.groupby(["size", "method"])["tokens"].agg(fewest="min", most="max").astype(float)
+        frame = frame.join(tokens, on=["size", "method"])
         columns.append(Column(key="fewest", label="fewest tokens", kind="integer"))
         columns.append(Column(key="most", label="most tokens", kind="integer"))
     if baseline is not None:
         base = frame[frame["method"] == baseline].set_index("size")["mean"]
         frame = frame.assign(delta=frame["mean"] - frame["size"].map(base))
         columns.append(Column(key="delta", label=f"minus {baseline}", kind="number", digits=3))
-    title = "Methods by size" if sized else "Methods"
+    title = f"Methods by {place}" if by_size else "Methods"
     return _table("main", title, grid, frame, columns, "method", dropped)
 
 

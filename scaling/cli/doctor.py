@@ -16,7 +16,11 @@ def register(app: typer.Typer) -> None:
 
     @app.command(epilog=EPILOG)
     def doctor(as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False) -> None:
-        """Check python, torch, CUDA, Triton, Slurm, MLflow: what works, what does not, why."""
+        """Check python, torch, CUDA, Triton, Slurm, MLflow: what works, what does not, why.
+
+        Exit status: 0 where what every run needs (python, torch, mlflow) works, else 1. Another part that is absent or
+        broken leaves it 0: the row says what does not work without it.
+        """
         from scaling.doctor import examine
 
         findings = examine()

@@ -110,6 +110,8 @@ def test_one_scale_of_equal_pairs_has_no_interval_of_its_own() -> None:
     assert text.startswith("at s0 pairs of one seed all differ by the same amount")
     delta = next(delta for delta in read_deltas("new", result) if delta.size == "s0")
     assert delta.low is None and delta.p is None and delta.verdict == "undecided" and "same amount" in delta.why
+    assert delta.smallest_sign_flip_p is None and result.details["sign_flip"]["pairs"] == 4 * 3 + 1
+    assert result.details["sign_flip"]["smallest_possible_p"] == 2.0**-12
 
 
 def test_pairs_that_differ_by_a_constant_are_no_certainty() -> None:
@@ -119,6 +121,9 @@ def test_pairs_that_differ_by_a_constant_are_no_certainty() -> None:
     assert result.estimate["delta"] == pytest.approx(-0.5) and result.interval is None
     text = next(w.message for w in result.warnings if w.code == "identical-losses")
     assert text.startswith("pairs of one seed all differ by the same amount")
+    assert np.isnan(result.details["sign_flip"]["p"]) and "sign flips" not in describe(result)
+    assert all(np.isnan(row["sign_flip_p"]) for row in result.details["scales"])
+    assert all(delta.smallest_sign_flip_p is None for delta in read_deltas("new", result))
 
 
 def test_a_method_is_not_compared_with_itself() -> None:

@@ -101,3 +101,21 @@ def test_a_law_makes_no_interval_of_noise_that_was_not_measured(planted: ModuleT
     for result in (every, asked):
         told = {caution.code: caution.message for caution in result.warnings}
         assert EQUAL in told["identical-losses"] and not {"refits-failed", "few-clusters"} & set(told)
+
+
+def test_copies_beside_cells_that_vary_count_as_one_run(planted: ModuleType) -> None:
+    """Their degrees of freedom hold no spread; the table still says how many runs there are."""
+    runs = planted.table(seeds=3)
+    copied = runs["method"].eq("mhar")
+    first = runs.groupby(["method", "size"])["val_loss"].transform("first")
+    runs = runs.assign(val_loss=runs["val_loss"].mask(copied, first))
+    many, once = (gather(t, ["size", "method"], within=["size"]) for t in (runs, runs[~copied | runs["seed"].eq(0)]))
+    assert many.sd == pytest.approx(once.sd) and many.df == once.df and set(many.frame["n"]) == {3}
+    columns = ["mean_low", "mean_high", "gap"]
+    assert many.frame[columns].to_numpy() == pytest.approx(once.frame[columns].to_numpy())
+    assert many.frame["mark"].tolist() == once.frame["mark"].tolist()
+    caption = ablations.main(runs, baseline="baseline").caption
+    assert "pooled over cells (4 of 8 count as one run each: their runs have equal losses" in caption
+    assert "count as one run" not in ablations.main(planted.table(seeds=3), baseline="baseline").caption
+    needed = [line for line in summarize(inquire(runs)).needed if "equal losses" in line]
+    assert len(needed) == 1 and needed[0].startswith("Runs that differ by seed have equal losses (mhar at 0.05m, ")

@@ -88,3 +88,36 @@ def test_each_method_stands_at_its_own_best_rate(planted: ModuleType) -> None:
         "yes"
     }
     assert set(table[table["method"] == "mhar"]["lr"]) == {1e-3} and set(table["edge"][table["lr"] == 1e-3]) == {"no"}
+
+
+def test_methods_without_sizes_are_compared_at_scales(planted: ModuleType) -> None:
+    """The spread between model sizes is no spread of a run: with it no method was apart from another."""
+    sized = ablations.main(planted.table(seeds=3), baseline="baseline")
+    table = ablations.main(planted.table(seeds=3).assign(size=pd.NA), baseline="baseline")
+    columns = ["mean", "mean_low", "mean_high", "n", "delta"]
+    assert table.frame[columns].to_numpy() == pytest.approx(sized.frame[columns].to_numpy())
+    assert table.frame["mean_mark"].tolist() == sized.frame["mean_mark"].tolist()
+    assert table.caption == sized.caption and table.title == "Methods by scale"
+    assert table.columns[0].label == "scale" and table.frame["size"].tolist()[:3] == ["N=5e+04"] * 2 + ["N=1.581e+05"]
+
+
+def test_equal_losses_without_sizes_have_no_interval(planted: ModuleType) -> None:
+    runs = planted.table(seeds=3, sigma=0.0).assign(size=pd.NA)
+    table = ablations.main(runs, baseline="baseline")
+    assert table.frame["mean_low"].isna().all() and "no intervals, and no best method" in table.caption
+
+
+def test_methods_of_which_no_two_runs_share_a_scale_have_means_alone(planted: ModuleType) -> None:
+    runs = planted.table(sizes=6, seeds=1).assign(size=pd.NA)
+    each = runs[[(place // 2 + place) % 2 == 0 for place in range(len(runs))]]  # the methods take turns
+    for sd in (None, 0.002):
+        table = ablations.main(each, baseline="baseline", sd=sd)
+        assert table.frame["n"].tolist() == [3, 3] and table.frame["mean_low"].isna().all()
+        assert not table.frame["mean_mark"].any() and "size" not in {column.key for column in table.columns}
+        assert "no intervals, and no best method: no two runs are of one scale." in table.caption
+
+
+def test_methods_at_one_scale_stand_without_it(planted: ModuleType) -> None:
+    table = ablations.main(planted.table(sizes=1, seeds=3).assign(size=pd.NA), baseline="baseline")
+    assert table.title == "Methods" and [column.key for column in table.columns][0] == "method"
+    assert table.frame["mean_low"].notna().all()

@@ -69,8 +69,10 @@ def test_many_methods_without_sizes_can_be_followed(shared: Path, tmp_path: Path
     call(*words, *curves, "--out", str(tmp_path / "bare"))
     told = (tmp_path / "bare" / "report.md").read_text(encoding="utf-8")
     assert "578 runs of 42 methods" in told and "standard deviation of 0.0012 nats" in told
-    assert "no baseline was named" in told and "**Methods.** Mean held-out loss" in told
-    means = pd.read_csv(tmp_path / "bare" / "tables" / "main.csv").set_index("method")["mean"]
+    assert "no baseline was named" in told and "**Methods by scale.** Mean held-out loss" in told
+    main = pd.read_csv(tmp_path / "bare" / "tables" / "main.csv")
+    assert (main["fewest"] < main["most"]).any() and not main.duplicated(["size", "method"]).any()
+    means = main.set_index("method")["mean"]
     given = pd.read_csv(folder / "runs_final.csv").groupby("group")["final_val_loss"].mean()
     assert means["20260430_muonh"] == pytest.approx(given["20260430_muonh"])
     assert pd.read_csv(tmp_path / "bare" / "runs.csv").shape[0] == 578

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -15,6 +16,7 @@ from scipy import stats
 from scaling.analysis import catalog
 from scaling.analysis.figures import style
 from scaling.analysis.findings import Findings
+from scaling.analysis.source import read_curves
 from scaling.analysis.supplements import Supplements, collect, read_probe
 from scaling.analysis.tables import beside, costs, render, scores
 from scaling.errors import TableError, UsageError
@@ -127,6 +129,27 @@ def test_timings_come_from_what_the_benchmarks_print(found: Findings, tmp_path: 
         collect(benches=[str(tmp_path / "bad.json")])
 
 
+def test_a_missing_file_is_said_to_be_of_what_it_was_given_for(tmp_path: Path) -> None:
+    """Not of runs, which a report has besides."""
+    path = str(tmp_path / "none.csv")
+    for options, words in (
+        (
+            {"benches": [path]},
+            "timings come from what `scaling bench kernels|train --json` printed, as a .json file, or",
+        ),
+        ({"items": path}, "answers come from a .csv or .parquet file with columns item, method and correct"),
+        ({"scores": path}, "scores come from a .csv or .parquet file with columns method, task and score"),
+    ):
+        with pytest.raises(TableError, match=re.escape(f"none.csv: no such file; {words}")):
+            collect(**options)
+    with pytest.raises(TableError, match=r"none.json: no such file; timings come from"):
+        collect(benches=[str(tmp_path / "none.json")])
+    with pytest.raises(UsageError, match=r": is no file; timings come from"):
+        collect(benches=[str(tmp_path)])
+    with pytest.raises(TableError, match=r"none.csv: no such file; curves come from a .csv or .parquet file with col"):
+        read_curves(path)
+
+
 def test_paired_answers_become_mcnemar_s_table(found: Findings, tmp_path: Path) -> None:
     rows = []
     for task, gains, losses, items in (
@@ -169,7 +192,7 @@ def test_scores_are_laid_out_by_task_and_best_is_beyond_the_noise(found: Finding
     (tmp_path / "bad.csv").write_text("method,score\na,1\n")
     with pytest.raises(TableError, match="column 'task' missing; it has: method, score; scores need method, task and"):
         collect(scores=str(tmp_path / "bad.csv"))
-    with pytest.raises(UsageError, match="is no file; give a .csv or .parquet file"):
+    with pytest.raises(UsageError, match="is no file; scores come from a .csv or .parquet file"):
         collect(scores=str(tmp_path))
 
 

@@ -41,6 +41,15 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Start:
     return begin
 
 
+def test_who_imports_the_job_still_ends_on_a_signal() -> None:
+    """Submitting imports names of the job's module, whose handlers would swallow SIGTERM, in forked children too."""
+    code = (
+        "import scaling.sweeps.submit, signal\n"
+        "assert [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGUSR2)] == [signal.SIG_DFL] * 2"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
 def begun(planned: Plan) -> RunFolder:
     folder = RunFolder(planned.out / planned.runs[0].key)
     end_s = time.monotonic() + 30

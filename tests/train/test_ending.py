@@ -192,7 +192,8 @@ def test_a_permanent_checkpoint_of_the_end_is_written_once_there_is_room(
     full_disk(monkeypatch, times=0 if weights_fit else 99)
     if weights_fit:
         train(config, out=tmp_path)
-        assert "step-00000012: checkpoint not written (No space left on device)" in caplog.text
+        assert f"step-00000012: checkpoint not written (No space left on device); {ending.TRIED_AGAIN}" in caplog.text
+        assert "training goes on" not in caplog.text
     else:
         with pytest.raises(CheckpointError, match=r"it goes on from its last checkpoint, of step 8$"):
             train(config, out=tmp_path)
@@ -202,6 +203,37 @@ def test_a_permanent_checkpoint_of_the_end_is_written_once_there_is_room(
     assert end is not None and end.status == "done" and (place / "final" / "model.safetensors").exists()
     assert [path.name for path in place.glob("step-*")] == ["step-00000012"]
     assert checkpoint.damage(place / "step-00000012") is None and checkpoint._is_permanent(place / "step-00000012")
+
+
+def test_a_permanent_checkpoint_that_never_fits_is_said_to_be_missing_and_how_to_have_it(
+    store: Path, make_config: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The next start of the finished run does nothing; without its end record it trains the last steps again."""
+    config = make_config(store, run={"permanent_every_steps": 6})
+    folder = folder_of(config, tmp_path)
+    place = folder.path / "checkpoints"
+    written = checkpoint._write_record
+
+    def write_record(path: Path, record: dict[str, Any]) -> None:
+        if record["step"] == 12:
+            raise FULL
+        written(path, record)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint, "_write_record", write_record)
+        assert train(config, out=tmp_path).status == "done"
+    told = [line.getMessage() for line in caplog.records if "checkpoint not written" in line.getMessage()]
+    assert [line.partition("; ")[2] for line in told] == [
+        ending.TRIED_AGAIN,
+        "the run is done without it, and its next start does not try again; to have it, free space, remove end.json "
+        "and run again: it goes on from its last checkpoint, of step 6",
+    ]
+    train(config, out=tmp_path)
+    assert [path.name for path in place.glob("step-*")] == ["step-00000006"]
+    (folder.path / "end.json").unlink()
+    assert train(config, out=tmp_path).status == "done"
+    assert sorted(path.name for path in place.glob("step-*")) == ["step-00000006", "step-00000012"]
+    assert folder.attempts()[-1].resumed_from_step == 6
 
 
 def test_the_state_at_the_end_is_permanent_where_that_is_due(store: Path, make_config: Make, tmp_path: Path) -> None:
