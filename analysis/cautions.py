@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from scaling.analysis.cells import Cell, constant_pairs, scale_labels
+from scaling.analysis.cells import Cell, constant_pairs, paired, scale_labels
 from scaling.analysis.inversion import Inverse
 from scaling.analysis.isoloss import IDENTICAL, Arms, Bools, Floats, Noise
 from scaling.analysis.noise import CONFIGURATION
@@ -34,9 +34,8 @@ IDENTICAL_TEXT = (
     "runs that differ by seed have equal losses: copies of one run, or seeds that change nothing; no interval"
 )
 
-SAME_DIFFERENCE_TEXT = (
-    "pairs of one seed all differ by the same amount: one arm's losses moved by a constant, or copies; no interval"
-)
+SAME_DIFFERENCE = "pairs of one seed all differ by the same amount: one arm's losses moved by a constant, or copies"
+SAME_DIFFERENCE_TEXT = f"{SAME_DIFFERENCE}; no interval"
 NO_INTERVAL = ("identical-losses", "no-common-seeds", "one-seed", "no-degrees-of-freedom")
 """Codes of the cautions that say why a comparison has no interval."""
 
@@ -88,6 +87,10 @@ def speedup_cautions(arms: Arms, inverse: Inverse, log_s: Floats, usable: Bools,
     elif noise.source == "pooled cells" and noise.df < 4:
         text = f"seed noise rests on {noise.df:g} degrees of freedom: the interval is wide and depends on normal noise"
         out.append(Caution(code="few-seeds", message=text))
+    flat = [arms.cells[i].scale for i, j in arms.pairs if constant_pairs(paired(arms.cells[i], arms.cells[j]))]
+    if flat and noise.source != IDENTICAL:
+        text = f"at {', '.join(flat)} {SAME_DIFFERENCE}; their correlation is not used; check the method's losses"
+        out.append(Caution(code="constant-pairs", message=text))
     if np.sum(usable) < 3:
         text = f"{int(np.sum(usable))} scale{'s' * int(np.sum(usable) != 1)} of the method: no trend can be tested"
         out.append(Caution(code="few-scales", message=text))

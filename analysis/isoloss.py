@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from scaling.analysis.cells import OPPOSED, Cell, identical, paired, pooled_sd, seed_correlation
+from scaling.analysis.cells import OPPOSED, Cell, constant_pairs, identical, paired, pooled_sd, seed_correlation
 from scaling.analysis.inversion import Inverse, refit
 
 Floats = NDArray[np.float64]
@@ -64,9 +64,11 @@ def measure_noise(arms: Arms, known: float | None) -> Noise:
     """Pooled within cells of both arms, or given.
 
     A correlation that narrows the interval counts only where it is significant, one that widens it where it is likely.
+    Scales whose pairs all differ by one amount measure none: losses moved by a constant are no second run.
     """
     cells = arms.cells
-    rho, pairs_df, p = seed_correlation([paired(cells[i], cells[j]) for i, j in arms.pairs])
+    pairs = [paired(cells[i], cells[j]) for i, j in arms.pairs]
+    rho, pairs_df, p = seed_correlation([pair for pair in pairs if not constant_pairs(pair)])
     used = rho if p < PAIRING_LEVEL or p > 1 - OPPOSED else 0.0
     if known is not None:
         return Noise(sd=known, sd_df=np.inf, df=np.inf, source="given", rho=rho, rho_p=p, used_rho=used)

@@ -126,6 +126,22 @@ def test_pairs_that_differ_by_a_constant_are_no_certainty() -> None:
     assert all(delta.smallest_sign_flip_p is None for delta in read_deltas("new", result))
 
 
+def test_a_constant_difference_narrows_no_speedup() -> None:
+    """Its correlation of 1 would; the interval is that of arms without a common seed, and says so."""
+    shifted = table(speedups={}).assign(method="baseline")
+    both = pd.concat([shifted, shifted.assign(method="new", loss=shifted["loss"] - 0.02)], ignore_index=True)
+    result = compare_speedup(both, baseline="baseline", draws=0)["new"]
+    alone = compare_speedup(
+        both.assign(seed=both["seed"] + 10 * (both["method"] == "new")), baseline="baseline", draws=0
+    )["new"]
+    assert result.interval is not None and alone.interval is not None
+    assert result.interval.low == alone.interval.low and result.interval.high == alone.interval.high
+    text = next(w.message for w in result.warnings if w.code == "constant-pairs")
+    assert text.startswith("at s0, s1, s2, s3, s4 pairs of one seed all differ by the same amount")
+    assert "constant-pairs" not in codes(alone)
+    assert not result.details["pairing"]["used"]
+
+
 def test_a_method_is_not_compared_with_itself() -> None:
     for compare in (compare_speedup, compare_seeds):
         with pytest.raises(UsageError, match="method 'baseline' is the baseline itself; name another"):
