@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from scaling.analysis.certify import Fitted, solve
 from scaling.analysis.checklist import conventions, describe_dropped, describe_seeds, make_checklist
+from scaling.analysis.copies import without_copies
 from scaling.analysis.intervals import INTERVALS, equal_repeats, make_intervals
 from scaling.analysis.laws import Law, get_law
 from scaling.analysis.options import check_draws, check_level, generator
@@ -103,7 +104,8 @@ def fit_law(
         raise TableError(f"fit law: cluster column {cluster!r} {there}; it has: {', '.join(map(str, table.columns))}")
     if weights:
         screened = _weighed(screened, weights)
-        frame = screened.frame
+    screened = without_copies(screened, law.variables, by)
+    frame = screened.frame
     for variable in law.variables:
         check_spread(numbers(frame, variable), variable, "fit law")
     groups = [str(g) for g in frame[by]] if by else None

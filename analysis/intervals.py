@@ -11,6 +11,7 @@ import numpy as np
 
 from scaling.analysis.cells import ROUNDING
 from scaling.analysis.certify import Fitted
+from scaling.analysis.copies import cell_labels
 from scaling.analysis.likelihood import profile_interval
 from scaling.analysis.result import Interval
 from scaling.analysis.uncertainty import (
@@ -33,10 +34,8 @@ INTERVALS = ("cluster", "pairs", "two-level", "parametric", "delta", "profile", 
 
 
 def _cells(fitted: Fitted, frame: pd.DataFrame, by: str | None) -> list[str]:
-    columns = [np.round(np.log(fitted.model.x[v]), 9).astype(str) for v in fitted.model.law.variables]
-    if by:
-        columns.append(frame[by].to_numpy(dtype=str))
-    return ["|".join(parts) for parts in zip(*columns, strict=True)]
+    variables = {name: fitted.model.x[name] for name in fitted.model.law.variables}
+    return cell_labels(variables, None if by is None else frame[by].to_numpy(dtype=str))
 
 
 def equal_repeats(fitted: Fitted, frame: pd.DataFrame, by: str | None) -> bool:

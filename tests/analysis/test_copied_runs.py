@@ -8,6 +8,7 @@ import pytest
 
 from scaling.analysis.band import pair_curves
 from scaling.analysis.cells import make_cells
+from scaling.analysis.fit import fit_law
 from scaling.analysis.noise import noise_floor
 from scaling.analysis.result import Result
 from scaling.analysis.seeds import compare_seeds
@@ -104,3 +105,22 @@ def test_the_noise_floor_leaves_them_out() -> None:
     assert many.estimate == pytest.approx(bare.estimate) and many.df == bare.df == 10 and many.n == bare.n == 15
     (text,) = (caution.message for caution in many.warnings if caution.code == "identical-losses")
     assert text.startswith("5 of 10 configurations have runs with equal losses") and "left out of the SD" in text
+
+
+@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("interval", ["delta", "two-level", "parametric", "pairs"])
+def test_copies_add_nothing_to_a_law(where: str, interval: str) -> None:
+    """Neither to its estimate nor to its intervals; they are listed as left out."""
+    many, once = (fit_law(t, form="power", by="method", interval=interval, draws=40) for t in copied(*WHERE[where]))
+    assert many.estimate == pytest.approx(once.estimate) and many.df == once.df
+    assert bounds(many) == pytest.approx(bounds(once))
+    (message,) = (caution.message for caution in many.warnings if caution.code == "copied-rows")
+    assert message.endswith("each counts as one run; check the runs' seeds, then train with others")
+    reasons = [item.reason for item in many.dropped]
+    assert len(reasons) == many_rows(where) and all("of the same cell" in reason for reason in reasons)
+    assert "copied-rows" not in codes(once)
+
+
+def many_rows(where: str) -> int:
+    full, alone = copied(*WHERE[where])
+    return len(full) - len(alone)
