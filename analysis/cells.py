@@ -61,7 +61,12 @@ class Cell:
     @property
     def copied(self) -> bool:
         """Whether it has several runs, whose losses differ by rounding at most: they say nothing of noise."""
-        return len(self.losses) > 1 and bool(np.ptp(self.losses) <= ROUNDING * abs(self.mean))
+        return len(self.losses) > 1 and constant(self.losses)
+
+
+def constant(sample: Floats) -> bool:
+    """Whether values differ by rounding at most: nothing can be said of their spread."""
+    return bool(np.ptp(sample) <= ROUNDING * abs(float(np.mean(sample))))
 
 
 def group_near(values: Floats, factor: float = SAME_SCALE) -> NDArray[np.intp]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from scaling.analysis.cells import ROUNDING
+from scaling.analysis.cells import constant
 from scaling.analysis.result import Caution, Dropped
 from scaling.analysis.screen import Screened, numbers
 
@@ -36,7 +36,7 @@ def without_copies(screened: Screened, variables: tuple[str, ...], by: str | Non
     loss_n, row_n = numbers(frame, "loss"), frame["row"].to_numpy()
     members = [np.flatnonzero(cells == cell) for cell in dict.fromkeys(cells)]
     several = [rows for rows in members if len(rows) > 1]
-    copied = [rows for rows in several if np.ptp(loss_n[rows]) <= ROUNDING * abs(float(np.mean(loss_n[rows])))]
+    copied = [rows for rows in several if constant(loss_n[rows])]
     if not copied or len(copied) == len(several):
         return screened
     left = tuple(

@@ -15,7 +15,7 @@ import numpy as np
 import pandas as pd
 from scipy import stats
 
-from scaling.analysis.cells import ROUNDING
+from scaling.analysis.cells import constant
 from scaling.analysis.paired import dunnett
 from scaling.errors import TableError
 
@@ -85,11 +85,12 @@ def gather(
         raise TableError(f"no run has a finite {loss} and all of {', '.join(axes)}; nothing to compare")
     grouped = kept.assign(**{loss: kept[loss].astype(float)}).groupby(list(axes), sort=True)[loss]
     squares = grouped.agg(lambda losses: float(((losses - losses.mean()) ** 2).sum()))
-    frame = grouped.agg(n="size", mean="mean", low="min", high="max").assign(squares=squares).reset_index()
-    copied = (frame["n"] > 1) & (frame["high"] - frame["low"] <= ROUNDING * frame["mean"].abs())
+    equal = grouped.agg(lambda losses: constant(losses.to_numpy()))
+    frame = grouped.agg(n="size", mean="mean").assign(squares=squares, equal=equal).reset_index()
+    copied = (frame["n"] > 1) & frame["equal"]
     # as in comparisons: copies count as one run where other cells measure the noise
     measured = bool(((frame["n"] > 1) & ~copied).any())
-    frame = frame.drop(columns=["low", "high"]).assign(counted=frame["n"].mask(copied, 1) if measured else frame["n"])
+    frame = frame.drop(columns="equal").assign(counted=frame["n"].mask(copied, 1) if measured else frame["n"])
     df = float((frame["counted"] - 1).sum()) if measured else 0.0
     spread = math.sqrt(float(frame.loc[~copied, "squares"].sum()) / df) if measured else math.nan
     source = "pooled over cells"

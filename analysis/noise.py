@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from scaling.analysis.cells import order_scales
+from scaling.analysis.cells import constant, order_scales
 from scaling.analysis.checklist import describe_dropped, describe_seeds, make_checklist
 from scaling.analysis.options import check_level
 from scaling.analysis.result import Caution, Interval, Result
 from scaling.analysis.screen import numbers, screen
-from scaling.analysis.spread import chi_square_limits, constant, homogeneity, scale_dependence
+from scaling.analysis.spread import chi_square_limits, homogeneity, scale_dependence
 from scaling.errors import FitError, TableError
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from scipy import stats
 from scipy.special import digamma, polygamma
 
-from scaling.analysis.cells import ROUNDING, group_near
+from scaling.analysis.cells import group_near
 from scaling.analysis.screen import numbers
 
 if TYPE_CHECKING:
@@ -26,11 +26,6 @@ def chi_square_limits(sd: float, df: float, level: float) -> tuple[float, float]
     """Interval of a standard deviation of normal noise."""
     upper, lower = stats.chi2.ppf([(1 + level) / 2, (1 - level) / 2], df)
     return sd * float(np.sqrt(df / upper)), sd * float(np.sqrt(df / lower))
-
-
-def constant(sample: Floats) -> bool:
-    """Whether values differ by rounding at most: nothing can be said of their spread."""
-    return bool(np.ptp(sample) <= ROUNDING * abs(float(np.mean(sample))))
 
 
 def homogeneity(samples: Sequence[Floats]) -> dict[str, float | None]:
