@@ -106,9 +106,15 @@ def _stays(bank: Tensor, factor: Tensor, query: Tensor, gain: Tensor | None, sit
     Only backward needs the mix where its norm is what goes on. Without this those rows, a group of them, would be empty
     while the loss is computed, which is when a step holds most.
     """
-    rows, sites = factor.shape[0], query.shape[0] // readers
-    each = 1 < sites == rows  # blocks of 1; a bank of a single site may be either
+    rows = factor.shape[0]
+    each = _each_is_a_source(factor, query, readers)
     return gain is not None and readers == 1 and each and site + bank.shape[0] - rows >= rows
+
+
+def _each_is_a_source(factor: Tensor, query: Tensor, readers: int) -> bool:
+    """Whether blocks are of 1, told from sizes: larger ones have fewer rows than sites. Of a single site it is not."""
+    sites = query.shape[0] // readers
+    return 1 < sites == factor.shape[0]
 
 
 @torch.library.custom_op(
@@ -262,10 +268,7 @@ def _site_backward_fake(
 def _site_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     _, source, bank, factor, lse, query, gain, site, readers, silent, with_lse, eps, _ = inputs
     _, mixed, _, mixed_factor, _ = output
-    # With blocks of 1 the source itself stays in its bank row; fewer rows than sites means larger blocks, and of a
-    # single site it cannot be told.
-    sites = query.shape[0] // readers
-    kept = source if factor.shape[0] < sites or sites == 1 else None
+    kept = None if _each_is_a_source(factor, query, readers) else source  # with blocks of 1 it stays in its bank row
     ctx.save_for_backward(mixed, mixed_factor, kept, bank, factor, lse, query, gain)
     ctx.site, ctx.readers, ctx.silent, ctx.with_lse, ctx.eps = site, readers, silent, with_lse, eps
     ctx.set_materialize_grads(False)  # or each site fills a tensor with zeros for the one of its outputs nobody uses
