@@ -48,6 +48,18 @@ def full_disk(monkeypatch: pytest.MonkeyPatch, *, times: int, error: Exception =
     return tried
 
 
+def no_room_for_checkpoints(monkeypatch: pytest.MonkeyPatch, when: Callable[[int], object]) -> None:
+    """Checkpoints of these steps do not fit on the disk."""
+    written = checkpoint._write_record
+
+    def write_record(path: Path, record: dict[str, Any]) -> None:
+        if when(record["step"]):
+            raise FULL
+        written(path, record)
+
+    monkeypatch.setattr(checkpoint, "_write_record", write_record)
+
+
 def no_training(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Loop, "_advance", lambda *_: pytest.fail("trained again"))
 
@@ -181,14 +193,7 @@ def test_a_permanent_checkpoint_of_the_end_is_written_once_there_is_room(
     """The disk has room for one checkpoint of the end only when those that nobody needs any more are gone."""
     config = make_config(store, run={"checkpoint_every_steps": 4, "permanent_every_steps": 12, "keep_checkpoints": 1})
     place = folder_of(config, tmp_path).path / "checkpoints"
-    written = checkpoint._write_record
-
-    def write_record(path: Path, record: dict[str, Any]) -> None:
-        if record["step"] == 12 and list(place.glob("step-*")):
-            raise FULL
-        written(path, record)
-
-    monkeypatch.setattr(checkpoint, "_write_record", write_record)
+    no_room_for_checkpoints(monkeypatch, lambda step: step == 12 and list(place.glob("step-*")))
     full_disk(monkeypatch, times=0 if weights_fit else 99)
     if weights_fit:
         train(config, out=tmp_path)
@@ -212,15 +217,8 @@ def test_a_permanent_checkpoint_that_never_fits_is_said_to_be_missing_and_how_to
     config = make_config(store, run={"permanent_every_steps": 6})
     folder = folder_of(config, tmp_path)
     place = folder.path / "checkpoints"
-    written = checkpoint._write_record
-
-    def write_record(path: Path, record: dict[str, Any]) -> None:
-        if record["step"] == 12:
-            raise FULL
-        written(path, record)
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoint, "_write_record", write_record)
+        no_room_for_checkpoints(patch, lambda step: step == 12)
         assert train(config, out=tmp_path).status == "done"
     told = [line.getMessage() for line in caplog.records if "checkpoint not written" in line.getMessage()]
     assert [line.partition("; ")[2] for line in told] == [
@@ -241,15 +239,8 @@ def test_the_state_at_the_end_is_permanent_where_that_is_due(store: Path, make_c
     config = make_config(store, run={"permanent_every_steps": 12})
     place = folder_of(config, tmp_path).path / "checkpoints"
     with pytest.MonkeyPatch.context() as patch:
-        written = checkpoint._write_record
-        left = [FULL]
-
-        def write_record(path: Path, record: dict[str, Any]) -> None:
-            if left:
-                raise left.pop()
-            written(path, record)
-
-        patch.setattr(checkpoint, "_write_record", write_record)
+        left = [True]
+        no_room_for_checkpoints(patch, lambda _: left and left.pop())
         full_disk(patch, times=99)
         with pytest.raises(CheckpointError, match=SAVED):
             train(config, out=tmp_path)
@@ -287,14 +278,7 @@ def test_where_nothing_fits_the_line_says_where_it_goes_on(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     config = make_config(store, run={"checkpoint_every_steps": every})
-    written = checkpoint._write_record
-
-    def write_record(path: Path, record: dict[str, Any]) -> None:
-        if record["step"] == 12:
-            raise FULL
-        written(path, record)
-
-    monkeypatch.setattr(checkpoint, "_write_record", write_record)
+    no_room_for_checkpoints(monkeypatch, lambda step: step == 12)
     full_disk(monkeypatch, times=99)
     with pytest.raises(CheckpointError, match=rf"free space and run again: {words}$"):
         train(config, out=tmp_path)
