@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from scaling.analysis.cells import constant
-from scaling.analysis.result import Caution, Dropped
+from scaling.analysis.result import Caution
 from scaling.analysis.screen import Screened, numbers
 
 if TYPE_CHECKING:
@@ -29,30 +29,25 @@ def cell_labels(x: Mapping[str, NDArray[np.float64]], groups: NDArray[np.str_] |
 
 
 def without_copies(screened: Screened, variables: tuple[str, ...], by: str | None) -> Screened:
-    """One row of each cell whose rows have equal losses; a caution says which counted as one."""
+    """One row of each cell whose rows have equal losses, and a caution; no run is left out by that, copies are one."""
     frame = screened.frame
     groups = None if by is None else frame[by].to_numpy(dtype=str)
     cells = np.array(cell_labels({name: numbers(frame, name) for name in variables}, groups))
-    loss_n, row_n = numbers(frame, "loss"), frame["row"].to_numpy()
+    loss_n = numbers(frame, "loss")
     members = [np.flatnonzero(cells == cell) for cell in dict.fromkeys(cells)]
     several = [rows for rows in members if len(rows) > 1]
     copied = [rows for rows in several if constant(loss_n[rows])]
     if not copied or len(copied) == len(several):
         return screened
-    left = tuple(
-        Dropped(row=int(row_n[row]), reason=f"loss equal to that of row {int(row_n[rows[0]])} of the same cell")
-        for rows in copied
-        for row in rows[1:]
-    )
     keep = np.ones(len(frame), dtype=bool)
     keep[np.concatenate([rows[1:] for rows in copied])] = False
     text = (
         f"{len(copied)} of {len(several)} cells with several runs have equal losses: copies of one run, or seeds that "
-        "change nothing; each counts as one run; check the runs' seeds, then train with others"
+        f"change nothing; each counts as one run, {int(np.sum(~keep))} rows fewer; check the runs' seeds, then train "
+        "with others"
     )
     return replace(
         screened,
         frame=frame[keep].reset_index(drop=True),
-        dropped=(*screened.dropped, *left),
         cautions=(*screened.cautions, Caution(code="copied-rows", message=text)),
     )
